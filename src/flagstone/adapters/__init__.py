@@ -1,0 +1,1 @@
+"""From the things people train with to names, types, shapes, regions and bytes, and back."""

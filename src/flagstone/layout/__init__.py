@@ -1,0 +1,25 @@
+"""Arithmetic of layouts: boxes, spans, shardings, files. No torch, no input or output."""
+
+from flagstone.layout.box import Box, Span, box_span, box_spans, intersect, span_boxes
+from flagstone.layout.dtypes import DTYPES, DType
+from flagstone.layout.files import BLOCK, FileLayout, Slot, TensorSpec, index_of, lay_out, lay_out_file
+from flagstone.layout.sharding import Sharding
+
+__all__ = [
+    "BLOCK",
+    "DTYPES",
+    "Box",
+    "DType",
+    "FileLayout",
+    "Sharding",
+    "Slot",
+    "Span",
+    "TensorSpec",
+    "box_span",
+    "box_spans",
+    "index_of",
+    "intersect",
+    "lay_out",
+    "lay_out_file",
+    "span_boxes",
+]
