@@ -271,6 +271,8 @@ class Collector:
                     item = per_rank(item)  # made from this rank's shard: nobody else can have it
                 with self._in_group(_state_group(path, at, name)):
                     state[name][str(key)] = self._encode(item, tree.join(at, key))
+        if known and not optimizer.state:
+            self.result.notes.append(f"{path or 'the optimizer'} has no state, or none yet")
         groups = []
         for i, (group, group_names) in enumerate(zip(optimizer.param_groups, names, strict=True)):
             options = {k: v for k, v in group.items() if k not in ("params", "param_names")}

@@ -266,8 +266,9 @@ def _match(
             missing.append(name)
     asked = {*target.wanted, *target.values, *target.ties}
     under = {n for path in target.strict for n in view.below(path)}
-    report.unexpected = [n for n in view.leaves if n in under and n not in asked and not _is_empty(view.leaves[n][1])]
-    report.skipped = [n for n in view.leaves if n not in under and n not in asked and not _below_any(n, asked)]
+    others = [n for n in view.leaves if n not in asked and not _below_any(n, asked)]
+    report.unexpected = [n for n in others if n in under and not _is_empty(view.leaves[n][1])]
+    report.skipped = [n for n in others if n not in under]
     report.missing = missing
     if strict:
         problems += _listed("missing from the checkpoint", missing, list(view.leaves))

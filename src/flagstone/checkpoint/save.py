@@ -73,6 +73,7 @@ class SaveReport:
         files: sizes of the files in bytes, by name.
         nbytes: bytes of all tensors.
         written: bytes that this rank wrote.
+        notes: what a person should know, such as an optimizer without state.
         seconds: time of each stage on this rank: agree, write, sync, commit.
     """
 
@@ -81,6 +82,7 @@ class SaveReport:
     files: dict[str, int] = field(default_factory=dict)
     nbytes: int = 0
     written: int = 0
+    notes: list[str] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
 
 
@@ -136,6 +138,7 @@ class Save:
                 specs, shardings = outline.shared(tuple(range(self._world.size)))
                 layouts = lay_out(specs)
             assert isinstance(state, State)
+            self._report.notes = state.notes
             self._report.nbytes = sum(s.nbytes for f in layouts for s in f.slots)
             done = self._write(state, layouts, shardings)
             with self._timed("commit"):
@@ -144,6 +147,8 @@ class Save:
             if self._staging is not None and not self._published:
                 self._staging.discard() if self._world.is_coordinator else self._staging.release()
         self._report.files = self._storage.list(self._folder)
+        for note in self._report.notes:
+            log.warning("%s: %s", self._folder, note)
         log.info("saved %s: %d bytes in %s", self._folder, self._report.nbytes, self._report.seconds)
         return self._report
 

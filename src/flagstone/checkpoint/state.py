@@ -40,6 +40,7 @@ class State:
         aliases: names of tensors that are the same memory as another one, and the name of that.
         rank_tree: what this rank alone has, by path.
         rank_entries: the tensors in it, by name.
+        notes: what a person should know.
     """
 
     tree: Any = None
@@ -47,6 +48,7 @@ class State:
     aliases: dict[str, str] = field(default_factory=dict)
     rank_tree: dict[str, Any] = field(default_factory=dict)
     rank_entries: dict[str, Entry] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
 
 
 class Outline(msgspec.Struct):

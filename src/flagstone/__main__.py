@@ -1,0 +1,5 @@
+"""``python -m flagstone``: the command."""
+
+from flagstone.cli import main
+
+main()

@@ -1,0 +1,115 @@
+"""Real ranks for tests: processes that stay, as importing torch takes longer than most tests, and run what they are given."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+_spawn = multiprocessing.get_context("spawn")
+_numbers = itertools.count()
+
+
+class Died(Exception):
+    """The rank's process ended without a word."""
+
+
+class Ranks:
+    """A pool of processes. ``run`` gives each of the first ``world`` of them a rank of a gloo group."""
+
+    def __init__(self) -> None:
+        self._workers: dict[int, tuple[Any, Any]] = {}
+
+    def run(
+        self, world: int, function: Callable[..., Any], *args: Any, catch: bool = False, seconds: float = 60.0
+    ) -> list[Any]:
+        """What ``function(rank, world, *args)`` returned on each rank; its exception with ``catch``, else raised."""
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        for rank in range(world):
+            self._worker(rank)[1].send((function, args, rank, world, port))
+        results = [self._result(rank, seconds) for rank in range(world)]
+        for result in results:
+            if isinstance(result, BaseException) and not catch:
+                raise result
+        return results
+
+    def process(self, rank: int) -> Any:
+        return self._worker(rank)[0]
+
+    def send(self, world: int, function: Callable[..., Any], *args: Any) -> None:
+        """Begin without waiting; ``results`` waits."""
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        for rank in range(world):
+            self._worker(rank)[1].send((function, args, rank, world, port))
+
+    def results(self, world: int, seconds: float = 60.0) -> list[Any]:
+        return [self._result(rank, seconds) for rank in range(world)]
+
+    def close(self) -> None:
+        for process, pipe in self._workers.values():
+            pipe.close()
+            process.kill()
+            process.join()
+
+    def _worker(self, rank: int) -> tuple[Any, Any]:
+        known = self._workers.get(rank)
+        if known is None or not known[0].is_alive():
+            ours, theirs = _spawn.Pipe()
+            process = _spawn.Process(target=_serve, args=(theirs, sys.path), daemon=True)
+            process.start()
+            theirs.close()
+            known = self._workers[rank] = process, ours
+        return known
+
+    def _result(self, rank: int, seconds: float) -> Any:
+        process, pipe = self._workers[rank]
+        if not pipe.poll(seconds):
+            process.kill()
+            process.join()
+            return TimeoutError(f"rank {rank} hung for {seconds} s")
+        try:
+            return pipe.recv()
+        except (EOFError, ConnectionResetError):
+            process.join()
+            return Died(f"rank {rank} ended with {process.exitcode}")
+
+
+def _serve(pipe: Any, path: list[str]) -> None:
+    sys.path[:] = path
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    while True:
+        try:
+            function, args, rank, world, port = pipe.recv()
+        except EOFError:
+            return
+        try:
+            dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+            result = function(rank, world, *args)
+        except BaseException as error:
+            error.add_note(traceback.format_exc())
+            result = error
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        try:
+            pipe.send(result)
+        except Exception as error:
+            pipe.send(RuntimeError(f"{result!r} cannot be sent: {error}"))
+
+
+def fresh(folder: Path) -> Path:
+    """A path in a folder that was not used yet."""
+    return folder / f"step-{next(_numbers):08}"
