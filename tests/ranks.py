@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import faulthandler
 import itertools
 import multiprocessing
 import os
+import signal
 import socket
 import sys
 import traceback
@@ -30,19 +32,12 @@ class Ranks:
         self, world: int, function: Callable[..., Any], *args: Any, catch: bool = False, seconds: float = 60.0
     ) -> list[Any]:
         """What ``function(rank, world, *args)`` returned on each rank; its exception with ``catch``, else raised."""
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        for rank in range(world):
-            self._worker(rank)[1].send((function, args, rank, world, port))
-        results = [self._result(rank, seconds) for rank in range(world)]
+        self.send(world, function, *args)
+        results = self.results(world, seconds)
         for result in results:
             if isinstance(result, BaseException) and not catch:
                 raise result
         return results
-
-    def process(self, rank: int) -> Any:
-        return self._worker(rank)[0]
 
     def send(self, world: int, function: Callable[..., Any], *args: Any) -> None:
         """Begin without waiting; ``results`` waits."""
@@ -50,10 +45,16 @@ class Ranks:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         for rank in range(world):
-            self._worker(rank)[1].send((function, args, rank, world, port))
+            pipe = self._worker(rank)[1]
+            pipe.send(sys.path)  # apart, as the function is found by it
+            pipe.send((function, args, rank, world, port))
 
     def results(self, world: int, seconds: float = 60.0) -> list[Any]:
+        """What each rank returned, or the exception that it raised."""
         return [self._result(rank, seconds) for rank in range(world)]
+
+    def pid(self, rank: int) -> int:
+        return int(self._worker(rank)[0].pid)
 
     def close(self) -> None:
         for process, pipe in self._workers.values():
@@ -65,7 +66,7 @@ class Ranks:
         known = self._workers.get(rank)
         if known is None or not known[0].is_alive():
             ours, theirs = _spawn.Pipe()
-            process = _spawn.Process(target=_serve, args=(theirs, sys.path), daemon=True)
+            process = _spawn.Process(target=_serve, args=(theirs,), daemon=True)
             process.start()
             theirs.close()
             known = self._workers[rank] = process, ours
@@ -74,6 +75,8 @@ class Ranks:
     def _result(self, rank: int, seconds: float) -> Any:
         process, pipe = self._workers[rank]
         if not pipe.poll(seconds):
+            os.kill(process.pid, signal.SIGUSR1)  # it prints where it is
+            process.join(1)
             process.kill()
             process.join()
             return TimeoutError(f"rank {rank} hung for {seconds} s")
@@ -84,8 +87,8 @@ class Ranks:
             return Died(f"rank {rank} ended with {process.exitcode}")
 
 
-def _serve(pipe: Any, path: list[str]) -> None:
-    sys.path[:] = path
+def _serve(pipe: Any) -> None:
+    faulthandler.register(signal.SIGUSR1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     import torch
     import torch.distributed as dist
@@ -93,6 +96,7 @@ def _serve(pipe: Any, path: list[str]) -> None:
     torch.set_num_threads(1)
     while True:
         try:
+            sys.path[:] = pipe.recv()
             function, args, rank, world, port = pipe.recv()
         except EOFError:
             return

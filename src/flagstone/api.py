@@ -190,7 +190,7 @@ def verify(path: Path, *, progress: Callable[[int, int], None] | None = None) ->
 
 def _frame(framework: str | None = None) -> Frame:
     if framework is None:
-        framework = "torch" if "torch" in sys.modules or find_spec("torch") else "numpy"
+        framework = "torch" if sys.modules.get("torch") or _has_torch() else "numpy"
     if framework == "numpy":
         return NumpyFrame()
     if framework == "torch":
@@ -200,8 +200,15 @@ def _frame(framework: str | None = None) -> Frame:
     raise LoadError(f"framework is 'torch' or 'numpy', not {framework!r}")
 
 
+def _has_torch() -> bool:
+    try:
+        return find_spec("torch") is not None
+    except ValueError:  # somebody has set sys.modules["torch"] to None, to keep it out
+        return False
+
+
 def _world(group: Any) -> tuple[World, dict[int, int]]:
-    if "torch" not in sys.modules:
+    if sys.modules.get("torch") is None:
         return World(0, 1), {0: 0}
     from flagstone.adapters.distributed import world_of
 

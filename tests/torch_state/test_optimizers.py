@@ -83,9 +83,7 @@ def test_a_resumed_run_equals_one_that_was_not_interrupted(kind: str, tmp_path: 
 def test_schedulers_go_on(make: Any, tmp_path: Path) -> None:
     def run(scheduler: Any, steps: int) -> None:
         for i in range(steps):
-            scheduler.step(i) if isinstance(
-                scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau
-            ) else scheduler.step()
+            scheduler.step(i) if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau) else scheduler.step()
 
     model = _model()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -349,3 +347,20 @@ def test_the_whole_model_can_be_saved_and_adapters_loaded(tmp_path: Path) -> Non
     fs.load(tmp_path / "a", into={"model": other}, include="model.2")
     assert torch.equal(other[2].weight, model[2].weight)
     assert not torch.equal(other[0].weight, model[0].weight)
+
+
+def test_excluded_state_stays_as_it_is_or_begins_anew(tmp_path: Path) -> None:
+    model = _model()
+    optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+    _train(model, optimizer)
+    fs.save({"model": model, "optimizer": optimizer}, tmp_path / "a")
+    other = torch.optim.AdamW(model.parameters(), 0.1)
+    report = fs.load(tmp_path / "a", into={"model": model, "optimizer": other}, exclude="*.exp_avg_sq")
+    assert not any("exp_avg_sq" in name for name in report.loaded)
+    for p in model.parameters():
+        assert torch.equal(other.state[p]["exp_avg"], optimizer.state[p]["exp_avg"])
+        assert torch.count_nonzero(other.state[p]["exp_avg_sq"]) == 0
+    _train(model, other)
+    kept = {p: other.state[p]["exp_avg_sq"].clone() for p in model.parameters()}
+    fs.load(tmp_path / "a", into={"model": model, "optimizer": other}, exclude="*.exp_avg_sq")
+    assert all(torch.equal(other.state[p]["exp_avg_sq"], value) for p, value in kept.items())

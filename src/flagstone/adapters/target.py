@@ -19,6 +19,7 @@ from flagstone.adapters.per_rank import per_rank
 from flagstone.checkpoint import tree
 from flagstone.checkpoint.load import Target, View, Wanted
 from flagstone.checkpoint.piece import ArrayPiece
+from flagstone.checkpoint.talk import listed
 from flagstone.checkpoint.values import Values
 from flagstone.layout import DTYPES
 
@@ -109,8 +110,8 @@ class Targeter:
             count = self._view.folder.manifest.ranks
             self.target.values.append(path)
             if count > self._size and self._rank == 0:
-                dropped = ", ".join(map(str, range(self._size, min(count, self._size + 16))))
-                self.target.notes.append(f"{path}: the values of ranks {dropped} of the save have no rank here")
+                dropped = listed(range(self._size, count))
+                self.target.notes.append(f"{path}: nobody here takes the values of rank {dropped} of the save")
             if self._rank >= count:
                 self.target.notes.append(f"{path}: rank {self._rank} was not part of the save, and keeps what it has")
                 return
@@ -254,6 +255,14 @@ class Targeter:
                     )
                     continue
                 state[key] = self._values.of_rank(tree.join(saved, key), self._rank)
+                continue
+            if not self._view.keeps(name):
+                if key in current:
+                    state[key] = current[key]
+                elif kind == "t":  # as an optimizer begins
+                    manifest = self._view.folder.manifest
+                    old = tree.join(saved, key)
+                    state[key] = _like(parameter, manifest.tensors[manifest.aliases.get(old, old)], on_device=key != "step")
                 continue
             record = self._view.record(name) if kind == "t" else None
             if record is None:

@@ -102,11 +102,14 @@ def unite(outlines: Mapping[tuple[int, ...], Outline]) -> Outline:
         for *spec_fields, number in outline.tensors:
             spec, sharding = TensorSpec(*spec_fields), None if number < 0 else made[number]
             known = tensors.setdefault(spec.name, (spec, sharding))
-            if known != (spec, sharding):
+            both = _joined(known[1], sharding)
+            if known[0] != spec or both is _APART:
                 faults.append(
                     f"{spec.name} is {_describe(*known)} on rank {_ranks(where[spec.name])} "
                     f"and {_describe(spec, sharding)} on rank {_ranks(ranks)}"
                 )
+            else:
+                tensors[spec.name] = spec, both
             where[spec.name] = where.get(spec.name, ()) + ranks
         for alias, name in outline.aliases.items():
             if aliases.setdefault(alias, name) != name:
@@ -124,6 +127,25 @@ def unite(outlines: Mapping[tuple[int, ...], Outline]) -> Outline:
         owners = sharding or Sharding.replicated(tuple(sorted(where[spec.name])))
         rows.append((*spec, numbers.setdefault(owners, len(numbers))))
     return Outline(values, rows, [(s.mesh, s.ranks, s.splits) for s in numbers], aliases)
+
+
+_APART: Any = object()
+
+
+def _joined(a: Sharding | None, b: Sharding | None) -> Sharding | None:
+    """The sharding of a tensor that several meshes hold alike, as the replicas of tensor parallelism under DDP do."""
+    if a == b:
+        return a
+    if a is None or b is None:
+        return _APART
+    if a.ranks[-len(b.ranks) :] == b.ranks and len(a.ranks) > len(b.ranks):
+        return a  # told by the other ranks of the same mesh
+    copies = len(a.ranks) // len(b.ranks)
+    splits = tuple((m + 1, d) for m, d in b.splits)
+    alike = a == b or (a.mesh == b.mesh and a.splits == b.splits) or (a.mesh == (copies, *b.mesh) and a.splits == splits)
+    if not alike or set(a.ranks) & set(b.ranks):
+        return _APART
+    return Sharding((copies + 1, *b.mesh), a.ranks + b.ranks, splits)
 
 
 def _describe(spec: TensorSpec, sharding: Sharding | None) -> str:

@@ -137,7 +137,7 @@ class RankWriter:
 
     def run(self) -> None:
         """Write everything. Only a rank that is gone raises here; other failures are the writer's."""
-        if any(p.is_exchanged for p in self._plans):
+        if self._world.size > 1 and any(p.is_exchanged for p in self._plans):
             self._exchange_edges()
         for plan in self._plans:
             for begin, end in self._ranges(plan):
