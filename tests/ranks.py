@@ -14,7 +14,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-_spawn = multiprocessing.get_context("spawn")
+# Forked from a server that has imported what all of them need.
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(
+    ["torch", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.optim", "flagstone.api"]
+)
 _numbers = itertools.count()
 
 
@@ -65,8 +69,8 @@ class Ranks:
     def _worker(self, rank: int) -> tuple[Any, Any]:
         known = self._workers.get(rank)
         if known is None or not known[0].is_alive():
-            ours, theirs = _spawn.Pipe()
-            process = _spawn.Process(target=_serve, args=(theirs,), daemon=True)
+            ours, theirs = _context.Pipe()
+            process = _context.Process(target=_serve, args=(theirs,), daemon=True)
             process.start()
             theirs.close()
             known = self._workers[rank] = process, ours
@@ -89,7 +93,7 @@ class Ranks:
 
 def _serve(pipe: Any) -> None:
     faulthandler.register(signal.SIGUSR1)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    os.environ.update(GLOO_SOCKET_IFNAME="lo", TORCH_CPP_LOG_LEVEL="ERROR")
     import torch
     import torch.distributed as dist
 

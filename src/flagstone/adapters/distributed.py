@@ -82,6 +82,9 @@ class TorchLink(Link):
         self._ranks = list(ranks)
         self._group: Any = None
 
+    def reset(self) -> None:
+        self._group = None
+
     def exchange(self, send: Mapping[int, Bytes], receive: Mapping[int, Bytes], seconds: float) -> None:
         limit = datetime.timedelta(seconds=seconds)
         try:

@@ -128,6 +128,7 @@ class Save:
         self._replaced: frozenset[str] = frozenset()
         self._replicas = _Replicas()
         self._published = False
+        self._waited = 0.0  # seconds, of the timeout, for a rank that did not answer
         self._report = SaveReport(folder)
 
     def run(self, state: State | str) -> SaveReport:
@@ -154,8 +155,10 @@ class Save:
 
     def _settle(self, stage: str, word: Any, judge: Any, ruling: Any, speakers: Sequence[int] | None = None) -> Any:
         topic = f"{self._topic}/{stage}"
-        verdict = settle(self._world, topic, word, judge, ruling, self._options.timeout, speakers)
+        seconds = self._options.timeout - self._waited
+        verdict = settle(self._world, topic, word, judge, ruling, seconds, speakers)
         if verdict.error:
+            self._world.reset_link()
             raise self._failure(verdict.error)
         return verdict
 
@@ -239,20 +242,25 @@ class Save:
     # 2. Write: each rank its own bytes. A failure here is told at the end, so that exchanges with others go on.
 
     def _write(self, state: State, layouts: list[FileLayout], shardings: dict[str, Sharding]) -> _Done:
-        writer: Writer | None = None
+        writer = Writer(None, _counter(self._options.progress, sum(f.size for f in layouts)))
         try:
-            if self._staging is None:
-                self._staging = self._join()
-            writer = Writer(self._staging, _counter(self._options.progress, sum(f.size for f in layouts)))
             with self._timed("write"):
-                if self._world.is_coordinator:
-                    for layout in layouts:
-                        _submit_header(writer, layout)
-                sizes = self._write_rank_file(writer, state)
-                self._submit_replicas(writer, state, shardings)
+                sizes: dict[str, int] = {}
+                try:
+                    if self._staging is None:
+                        self._staging = self._join()
+                    writer.staging = self._staging
+                    sizes = self._submit_own(writer, state, layouts, shardings)
+                except Exception as error:
+                    writer.fail(error)
                 plans = [FilePlan(i, f, shardings) for i, f in enumerate(layouts)]
                 pieces = {name: e.piece for name, e in state.entries.items()}
-                RankWriter(plans, pieces, self._world, writer, self._options.timeout).run()
+                began = time.monotonic()
+                try:
+                    RankWriter(plans, pieces, self._world, writer, self._options.timeout / 2).run()
+                except (SilentRank, OSError):
+                    self._waited = min(time.monotonic() - began, self._options.timeout / 2)
+                    raise
                 writer.drain()
             with self._timed("sync"):
                 writer.sync()
@@ -266,6 +274,17 @@ class Save:
             with contextlib.suppress(SaveError):
                 self._settle("done", done, lambda dones: _Commit(error=self._faults(dones)), _Commit)
             raise
+
+    def _submit_own(
+        self, writer: Writer, state: State, layouts: list[FileLayout], shardings: dict[str, Sharding]
+    ) -> dict[str, int]:
+        """Begin on what needs no other rank; the sizes of files that are this rank's alone."""
+        if self._world.is_coordinator:
+            for layout in layouts:
+                _submit_header(writer, layout)
+        sizes = self._write_rank_file(writer, state)
+        self._submit_replicas(writer, state, shardings)
+        return sizes
 
     def _join(self) -> Staging:
         try:
@@ -401,8 +420,9 @@ class Save:
             error = in_words(failure)
         if self._world.size > 1:
             topic = f"{self._topic}/end"
-            self._world.decide(topic, msgspec.json.encode(Ruling(error=error)))
-            self._world.settled(topic)
+            with contextlib.suppress(OSError):  # the store is gone: the others look for themselves
+                self._world.decide(topic, msgspec.json.encode(Ruling(error=error)))
+                self._world.settled(topic)
         if error:
             raise self._failure(error)
 
@@ -468,10 +488,8 @@ def _judge_replicas(told: list[dict[str, str]]) -> _Commit:
     )
 
 
-def _first(writer: Writer | None, error: BaseException) -> BaseException:
+def _first(writer: Writer, error: BaseException) -> BaseException:
     """End a writer; the failure that came first."""
-    if writer is None:
-        return error
     writer.fail(error)
     try:
         writer.close()

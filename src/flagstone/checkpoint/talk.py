@@ -36,11 +36,24 @@ def settle(
     speakers = range(world.size) if speakers is None else speakers
     if world.size == 1:
         return _judged(judge, [word], ruling)
-    if not world.is_coordinator:
-        if world.rank in speakers:
-            world.tell(topic, msgspec.json.encode(word))
-        said = _awaited(world, topic, ruling, seconds)
-    else:
+    try:
+        said = _said(world, topic, word, judge, ruling, seconds, speakers)
+    except OSError as error:  # the store is gone, and with it whoever held it
+        return ruling(error=in_words(error))
+    world.settled(topic)
+    return msgspec.json.decode(said, type=ruling)
+
+
+def _said(
+    world: World,
+    topic: str,
+    word: msgspec.Struct | dict[str, Any] | None,
+    judge: Callable[[list[Any]], Verdict],
+    ruling: type[Verdict],
+    seconds: float,
+    speakers: Sequence[int],
+) -> bytes:
+    if world.is_coordinator:
         # A little less than the others wait, so that it is the silent rank that is named, and not the coordinator.
         wait = seconds * 0.9
         others = [r for r in speakers if r != world.rank]
@@ -52,9 +65,13 @@ def settle(
             kind = type(word)
             words = [word if r == world.rank else msgspec.json.decode(heard[r] or b"", type=kind) for r in speakers]
             offer = _judged(judge, words, ruling)
-        said = world.decide(topic, msgspec.json.encode(offer))
-    world.settled(topic)
-    return msgspec.json.decode(said, type=ruling)
+        return world.decide(topic, msgspec.json.encode(offer))
+    if world.rank in speakers:
+        world.tell(topic, msgspec.json.encode(word))
+    try:
+        return world.verdict(topic, seconds)
+    except SilentRank as error:
+        return world.decide(topic, msgspec.json.encode(ruling(error=in_words(error))))
 
 
 def _judged(judge: Callable[[list[Any]], Verdict], words: list[Any], ruling: type[Verdict]) -> Verdict:
@@ -62,17 +79,6 @@ def _judged(judge: Callable[[list[Any]], Verdict], words: list[Any], ruling: typ
         return judge(words)
     except Exception as error:  # whatever it is, the other ranks wait for a word
         return ruling(error=in_words(error))
-
-
-def _awaited(world: World, topic: str, ruling: type[Verdict], seconds: float) -> bytes:
-    try:
-        return world.verdict(topic, seconds)
-    except (SilentRank, OSError) as error:
-        mine = msgspec.json.encode(ruling(error=in_words(error)))
-        try:
-            return world.decide(topic, mine)
-        except OSError:
-            return mine  # the store is gone, and the coordinator with it
 
 
 def in_words(error: BaseException) -> str:

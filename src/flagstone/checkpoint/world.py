@@ -51,6 +51,10 @@ class Link(ABC):
             SilentRank, OSError: a peer is gone.
         """
 
+    @abstractmethod
+    def reset(self) -> None:
+        """Something went wrong, and all ranks know it: begin anew with the next exchange."""
+
 
 class World:
     """The ranks that do one thing together, seen from one of them."""
@@ -96,6 +100,10 @@ class World:
         if word is None:
             raise SilentRank([0], seconds)
         return word
+
+    def reset_link(self) -> None:
+        if self._link is not None:
+            self._link.reset()
 
     def topic(self, call: str) -> str:
         """A name for the next thing that the ranks do together: the same on all, as all do the same things."""

@@ -24,8 +24,8 @@ ROUND = 4 << 20  # bytes that a rank gets from others in one round of an exchang
 class Writer:
     """Writes one rank's bytes of all files. Failures are kept, so that exchanges with other ranks go on; see ``close``."""
 
-    def __init__(self, staging: Staging, progress: Callable[[int], None] | None) -> None:
-        self._staging = staging
+    def __init__(self, staging: Staging | None, progress: Callable[[int], None] | None) -> None:
+        self.staging = staging
         self._progress = progress
         self._lock = threading.Lock()
         self._files: dict[str, WriteFile] = {}
@@ -84,7 +84,8 @@ class Writer:
     def _open(self, file: str) -> WriteFile:
         with self._lock:
             if file not in self._files:
-                self._files[file] = self._staging.open(file)
+                assert self.staging is not None
+                self._files[file] = self.staging.open(file)
             return self._files[file]
 
     def drain(self) -> None:
