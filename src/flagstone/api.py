@@ -165,8 +165,9 @@ def open(path: Path, *, framework: str | None = None, verify: bool | None = None
     Args:
         path: the checkpoint's folder.
         framework: ``"torch"`` or ``"numpy"``: what slices become; torch where it is installed.
-        verify: whether slices are checked against their checksums. By default whole tensors are, and slices where that
-            means to read at most a tenth and 64 KiB more; ``True`` reads as much as it takes.
+        verify: whether slices are checked against their checksums. By default whole tensors are, and of a slice the
+            runs of 1 MiB that lie within it, or all that it touches where that means to read at most a tenth and 64 KiB
+            more. ``True`` reads as much as it takes to check everything.
         allow_pickle: as for ``load``.
 
     Raises:

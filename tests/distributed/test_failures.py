@@ -129,7 +129,7 @@ def test_a_file_system_that_is_not_shared_is_told_in_words(own_ranks: Ranks, tmp
 @pytest.mark.parametrize("bad", [1, 2])
 def test_a_rank_that_dies_is_named(bad: int, own_ranks: Ranks, tmp_path: Path) -> None:
     path = tmp_path / "a"
-    errors = own_ranks.run(3, _broken, path, "killed", bad, 4.0, catch=True)
+    errors = own_ranks.run(3, _broken, path, "killed", bad, 2.0, catch=True)
     assert isinstance(errors.pop(bad), Died)
     assert [type(e) for e in errors] == [fs.SaveError] * 2, errors
     assert str(errors[0]) == str(errors[1])
@@ -140,7 +140,7 @@ def test_a_rank_that_dies_is_named(bad: int, own_ranks: Ranks, tmp_path: Path) -
 def test_when_rank_0_dies_the_others_are_told(own_ranks: Ranks, tmp_path: Path) -> None:
     """It holds the job's store here too: nobody can be asked any more."""
     path = tmp_path / "a"
-    errors = own_ranks.run(3, _broken, path, "killed", 0, 4.0, catch=True)
+    errors = own_ranks.run(3, _broken, path, "killed", 0, 2.0, catch=True)
     assert isinstance(errors[0], Died)
     assert [type(e) for e in errors[1:]] == [fs.SaveError] * 2, errors
     assert _is(path, 1.0)
@@ -150,7 +150,7 @@ def test_when_rank_0_dies_the_others_are_told(own_ranks: Ranks, tmp_path: Path) 
 
 def test_a_rank_that_hangs_is_named_in_time(own_ranks: Ranks, tmp_path: Path) -> None:
     path = tmp_path / "a"
-    own_ranks.send(3, _broken, path, "stopped", 1, 3.0)
+    own_ranks.send(3, _broken, path, "stopped", 1, 2.0)
     first, third = own_ranks._result(0, 30.0), own_ranks._result(2, 30.0)
     assert isinstance(first, fs.SaveError), first
     assert isinstance(third, fs.SaveError), third
@@ -165,7 +165,7 @@ def test_a_rank_that_hangs_is_named_in_time(own_ranks: Ranks, tmp_path: Path) ->
 
 @pytest.mark.parametrize("bad", [0, 1])
 def test_a_rank_that_does_not_call_is_named(bad: int, own_ranks: Ranks, tmp_path: Path) -> None:
-    results = own_ranks.run(2, _broken, tmp_path / "a", "absent", bad, 3.0, catch=True)
+    results = own_ranks.run(2, _broken, tmp_path / "a", "absent", bad, 1.5, catch=True)
     error = results[1 - bad]
     assert isinstance(error, fs.SaveError)
     assert f"rank {bad} was silent" in str(error)
@@ -267,7 +267,7 @@ def _killed_somewhere(rank: int, world: int, path: Path, value: float, victim: i
     real_swap = local._swap
     local._swap = counted(real_swap)
     try:
-        fs.save(_state(rank, world, value, 40), path, overwrite=True, timeout=3.0)
+        fs.save(_state(rank, world, value, 40), path, overwrite=True, timeout=1.5)
     finally:
         local._swap = real_swap
         for name, function in saved.items():
