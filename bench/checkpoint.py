@@ -10,7 +10,6 @@ import argparse
 import io
 import os
 import random
-import statistics
 import sys
 import tempfile
 import time
@@ -106,7 +105,11 @@ class Bench:
         nbytes = sum(t.numel() * t.element_size() for t in tensors.values())
         target = {name: t.clone() for name, t in tensors.items()}
         root, one = self.root, self.world == 1
-        copies = ([t.view(-1).numpy() for t in tensors.values()], [t.view(-1).numpy() for t in target.values()]) if one else ([], [])
+        copies = (
+            ([t.view(-1).numpy() for t in tensors.values()], [t.view(-1).numpy() for t in target.values()])
+            if one
+            else ([], [])
+        )
         for repeat in range(self.options.repeats + 1):
             if repeat == 1:  # the first was to warm up
                 self.times.clear()
@@ -143,7 +146,9 @@ class Bench:
 
     def report_large(self, nbytes: int, count: int) -> None:
         plural = "s" if self.world > 1 else ""
-        print(f"\n### {nbytes / 1e9:.2f} GB, {count} tensors, {self.world} rank{plural}, {self.options.repeats} repeats\n")
+        print(
+            f"\n### {nbytes / 1e9:.2f} GB, {count} tensors, {self.world} rank{plural}, {self.options.repeats} repeats\n"
+        )
         print("| what | seconds | GB/s | peak above the state, MiB a rank |\n|---|---|---|---|")
         for name, values in self.times.items():
             rates = [nbytes / v / 1e9 for v in values]

@@ -1,4 +1,4 @@
-"""Real ranks for tests: processes that stay, as importing torch takes longer than most tests, and run what they are given."""
+"""Real ranks for tests: processes that stay, and run what they are given."""
 
 from __future__ import annotations
 

@@ -14,7 +14,9 @@ import flagstone as fs
 
 
 def _run(*args: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "flagstone", *map(str, args)], capture_output=True, text=True, check=False)
+    return subprocess.run(
+        [sys.executable, "-m", "flagstone", *map(str, args)], capture_output=True, text=True, check=False
+    )
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,8 @@ import sys, torch, flagstone as fs
 from pathlib import Path
 
 def status(key):
-    return next(int(l.split()[1]) for l in Path("/proc/self/status").read_text().splitlines() if l.startswith(key)) >> 10
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(key)) >> 10
 
 kind, path = sys.argv[1:]
 fs.save({"m": {"w": torch.rand(10)}}, f"{path}-small")  # imports are no part of it

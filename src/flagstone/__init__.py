@@ -1,9 +1,9 @@
 """Flagstone: training state in one layout, from memory to disk.
 
-    import flagstone as fs
+import flagstone as fs
 
-    fs.save({"model": model, "optimizer": optimizer, "step": 300}, "runs/a/step-00000300")
-    fs.load("runs/a/step-00000300", into={"model": model, "optimizer": optimizer, "step": 0})
+fs.save({"model": model, "optimizer": optimizer, "step": 300}, "runs/a/step-00000300")
+fs.load("runs/a/step-00000300", into={"model": model, "optimizer": optimizer, "step": 0})
 """
 
 from __future__ import annotations

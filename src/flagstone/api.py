@@ -12,7 +12,8 @@ import msgspec
 
 from flagstone.adapters.collect import Collector
 from flagstone.adapters.target import Targeter
-from flagstone.checkpoint import lazy, load as loading
+from flagstone.checkpoint import lazy
+from flagstone.checkpoint import load as loading
 from flagstone.checkpoint import verify as verifying
 from flagstone.checkpoint.lazy import Checkpoint, LazyTensor
 from flagstone.checkpoint.load import LoadReport, Patterns, Rename
@@ -136,7 +137,9 @@ def load(
         opened = Folder(storage, folder)
         try:
             view = loading.View(opened, include, exclude)
-            return loading.read(opened, _frame(), view, verify=bool(verify), allow_pickle=allow_pickle, progress=progress)
+            return loading.read(
+                opened, _frame(), view, verify=bool(verify), allow_pickle=allow_pickle, progress=progress
+            )
         finally:
             opened.close()
     world, ranks = _world(group)
@@ -159,7 +162,9 @@ def load(
     )
 
 
-def open(path: Path, *, framework: str | None = None, verify: bool | None = None, allow_pickle: bool = False) -> Checkpoint:  # noqa: A001
+def open(
+    path: Path, *, framework: str | None = None, verify: bool | None = None, allow_pickle: bool = False
+) -> Checkpoint:
     """Open a checkpoint as a mapping from dotted names to lazy tensors and plain values.
 
     Args:

@@ -1,4 +1,4 @@
-"""The real MiniLM model, trained under FSDP2: the training checkpoint opens in safetensors and transformers as it is."""
+"""The real MiniLM model, trained under FSDP2: the training checkpoint opens in transformers as it is."""
 
 from __future__ import annotations
 

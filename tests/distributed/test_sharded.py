@@ -395,7 +395,7 @@ def test_state_made_from_a_shard_comes_back_or_says_that_it_cannot_be_divided(ra
     ranks.run(2, _per_shard, tmp_path / "a", False)
     ranks.run(2, _per_shard, tmp_path / "a", True)
     errors = ranks.run(3, _per_shard, tmp_path / "a", True, catch=True)
-    assert all(isinstance(e, fs.LoadError) and "scale was made from the shard" in str(e) for e in errors)
+    assert all(isinstance(e, fs.LoadError) and "scale was made from the shards" in str(e) for e in errors)
 
 
 def _only_group_members(rank: int, world: int, folder: Path) -> None:

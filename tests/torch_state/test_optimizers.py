@@ -104,14 +104,13 @@ def test_every_group_comes_back_in_order_with_user_keys_and_empty_ones(tmp_path:
     """R042."""
 
     def make(model: nn.Sequential, scale: float) -> torch.optim.Optimizer:
-        optimizer = torch.optim.AdamW(
+        return torch.optim.AdamW(
             [
                 {"params": model[0].parameters(), "lr": 0.1 * scale, "betas": (0.8, 0.9), "mine": "a"},
                 {"params": [], "lr": 0.2 * scale, "mine": "b"},
                 {"params": model[1].parameters(), "lr": 0.3 * scale, "mine": {"x": [1, 2]}},
             ]
         )
-        return optimizer
 
     model = _model()
     optimizer = make(model, 1.0)

@@ -76,8 +76,8 @@ def optimizer_names(optimizer: Any, path: str, table: Mapping[int, tuple[str, st
         for j, parameter in enumerate(group["params"]):
             if id(parameter) not in table:
                 raise KeyError(
-                    f"{path}: parameter {j} of group {i}, of shape {list(parameter.shape)}, belongs to no module of the "
-                    "state; optimizer state is kept by parameter name, so pass the module along with its optimizer"
+                    f"{path}: parameter {j} of group {i}, of shape {list(parameter.shape)}, belongs to no module of "
+                    "the state; optimizer state is kept by parameter name, so pass the module along with its optimizer"
                 )
             names.append(table[id(parameter)])
         found.append(names)
@@ -181,7 +181,9 @@ class Collector:
     ) -> None:
         group, key = ("", name) if self._alone else self._into(name)
         if not key or key == "__metadata__" or (group, key) in self._keys:
-            raise SaveError(f"{name}: a tensor cannot have this name; another one has it, or the file format forbids it")
+            raise SaveError(
+                f"{name}: a tensor cannot have this name; another one has it, or the file format forbids it"
+            )
         self._keys.add((group, key))
         entry = Entry(TensorSpec(name, group, key, dtype, shape), sharding, piece, on_host)
         (self.result.rank_entries if self._alone else self.result.entries)[name] = entry

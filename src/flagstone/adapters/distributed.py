@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -49,30 +50,32 @@ class TorchStore(Store):
         self._store = store
 
     def set(self, key: str, value: bytes) -> None:
-        self._try(lambda: self._store.set(key, value))
+        self._try(self._store.set, key, value)
 
     def get(self, keys: Sequence[str], seconds: float) -> list[bytes | None]:
         try:
             self._store.wait(list(keys), datetime.timedelta(seconds=max(seconds, 0.001)))
         except RuntimeError:
-            return [self._try(lambda k=k: self._store.get(k)) if self._try(lambda k=k: self._store.check([k])) else None for k in keys]  # type: ignore[misc]
-        return [self._try(lambda k=k: self._store.get(k)) for k in keys]  # type: ignore[misc]
+            return [self._read(key) if self._try(self._store.check, [key]) else None for key in keys]
+        return [self._read(key) for key in keys]
+
+    def _read(self, key: str) -> bytes:
+        return self._try(self._store.get, key)
 
     def first(self, key: str, value: bytes) -> bytes:
-        held: bytes = self._try(lambda: self._store.compare_set(key, "", value))
-        return held
+        return self._try(self._store.compare_set, key, "", value)
 
     def delete(self, key: str) -> None:
-        try:
+        with contextlib.suppress(RuntimeError):  # a store that cannot delete keeps a few words more
             self._store.delete_key(key)
-        except RuntimeError:
-            pass  # a store that cannot delete keeps a few words more
 
-    def _try(self, call: Any) -> Any:
+    def _try(self, call: Callable[..., Any], *args: Any) -> Any:
         try:
-            return call()
+            return call(*args)
         except RuntimeError as error:
-            raise ConnectionError(f"the job's store, which rank 0 or the launcher holds, does not answer: {error}") from error
+            raise ConnectionError(
+                f"the job's store, which rank 0 or the launcher holds, does not answer: {error}"
+            ) from error
 
 
 class TorchLink(Link):
@@ -89,9 +92,7 @@ class TorchLink(Link):
         limit = datetime.timedelta(seconds=seconds)
         try:
             if self._group is None:
-                self._group = dist.new_group(
-                    self._ranks, backend="gloo", timeout=limit, use_local_synchronization=True
-                )
+                self._group = dist.new_group(self._ranks, backend="gloo", timeout=limit, use_local_synchronization=True)
         except RuntimeError as error:
             raise ConnectionError(f"the ranks cannot be connected: {error}") from error
         works: list[tuple[int, Any]] = []
@@ -101,7 +102,8 @@ class TorchLink(Link):
                 works.append((peer, dist.irecv(torch.from_numpy(data), src=self._ranks[peer], group=self._group)))
             for peer, data in send.items():
                 works.append((peer, dist.isend(torch.from_numpy(data), dst=self._ranks[peer], group=self._group)))
-            for peer, work in works:
+            while works:
+                peer, work = works.pop(0)
                 work.wait(limit)
         except RuntimeError as error:
             text = str(error)

@@ -221,7 +221,7 @@ class Targeter:
         self._groups(optimizer, names, node, saved, path, renamed)
 
     def _renamed_parameters(self, node: tree.Node, saved: str, path: str) -> Callable[[str], str]:
-        """What a parameter of the checkpoint is called here: by a rule for the optimizer, else by that for its module."""
+        """What a parameter of the checkpoint is called here, by a rule for the optimizer or one for its module."""
         view = self._view
 
         def renamed(name: str) -> str:
@@ -251,7 +251,7 @@ class Targeter:
                 self.target.values.append(name)
                 if count != self._size:
                     self.target.problems.append(
-                        f"{name} was made from the shard of each of {count} ranks, and cannot be divided over {self._size}"
+                        f"{name} was made from the shards of {count} ranks, and cannot be divided over {self._size}"
                     )
                     continue
                 state[key] = self._values.of_rank(tree.join(saved, key), self._rank)
@@ -262,7 +262,9 @@ class Targeter:
                 elif kind == "t":  # as an optimizer begins
                     manifest = self._view.folder.manifest
                     old = tree.join(saved, key)
-                    state[key] = _like(parameter, manifest.tensors[manifest.aliases.get(old, old)], on_device=key != "step")
+                    state[key] = _like(
+                        parameter, manifest.tensors[manifest.aliases.get(old, old)], on_device=key != "step"
+                    )
                 continue
             record = self._view.record(name) if kind == "t" else None
             if record is None:
@@ -287,7 +289,7 @@ class Targeter:
         path: str,
         renamed: Callable[[str], str],
     ) -> None:
-        """The options of each group: from the group of the same place, or where those have changed from its members'."""
+        """The options of each group: from the one at its place, or where groups have changed from its members'."""
         groups = [([renamed(n) for n in g["params"]], g["options"], i) for i, g in enumerate(node["groups"])]
         same = len(groups) == len(names) and all(
             set(ours) == set(theirs) for ours, (theirs, _, _) in zip(names, groups, strict=True)
@@ -317,7 +319,9 @@ class Targeter:
                     f"{path}: group {i}: the checkpoint has no {', '.join(map(repr, lacking))}; kept as it is"
                 )
             if unknown:
-                self.target.notes.append(f"{path}: group {i}: {', '.join(map(repr, unknown))} was not known, and is set")
+                self.target.notes.append(
+                    f"{path}: group {i}: {', '.join(map(repr, unknown))} was not known, and is set"
+                )
             self.target.finish.append(_updater(group, made))
 
 
@@ -346,10 +350,9 @@ def _set_state(optimizer: Any, fresh: dict[Any, dict[str, Any]]) -> None:
 
 
 def _holds_tensors(value: Any) -> bool:
-    return any(
-        is_tensor(v) or isinstance(v, (np.ndarray, per_rank)) or is_stateful(v) or (isinstance(v, (dict, list, tuple)) and _holds_tensors(v.values() if isinstance(v, dict) else v))
-        for v in value
-    )
+    if isinstance(value, (dict, list, tuple)):
+        return any(_holds_tensors(v) for v in (value.values() if isinstance(value, dict) else value))
+    return is_tensor(value) or isinstance(value, (np.ndarray, per_rank)) or is_stateful(value)
 
 
 def _fits(tensor: Any, record: Any) -> bool:
@@ -386,5 +389,3 @@ def _like(parameter: Any, record: Any, *, on_device: bool) -> Any:
             return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
     device = parameter.device if on_device else "cpu"
     return torch.zeros(record.shape, dtype=dtype, device=device)
-
-

@@ -147,7 +147,9 @@ def _box(index: Any, shape: tuple[int, ...]) -> tuple[Box, tuple[Any, ...]]:
         raise IndexError(f"{given} indices for a tensor of shape {list(shape)}")
     if not any(i is Ellipsis for i in items):
         items.append(Ellipsis)
-    offsets, sizes, rest = [], [], []
+    offsets: list[int] = []
+    sizes: list[int] = []
+    rest: list[slice | int | None] = []
     for item in items:
         dim = len(offsets)
         if item is None:
@@ -171,7 +173,9 @@ def _box(index: Any, shape: tuple[int, ...]) -> tuple[Box, tuple[Any, ...]]:
             try:
                 at = operator.index(item)
             except TypeError:
-                raise IndexError(f"a lazy tensor is indexed by integers and slices, not {item!r}; read it first") from None
+                raise IndexError(
+                    f"a lazy tensor is indexed by integers and slices, not {item!r}; read it first"
+                ) from None
             if not -shape[dim] <= at < shape[dim]:
                 raise IndexError(f"index {at} is outside dimension {dim} of size {shape[dim]}")
             offsets.append(at % shape[dim])

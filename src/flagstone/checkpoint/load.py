@@ -99,7 +99,9 @@ class LoadReport:
 class View:
     """A checkpoint under the names that the target uses: renamed, and without what was left out."""
 
-    def __init__(self, folder: Folder, include: Patterns = None, exclude: Patterns = None, rename: Rename = None) -> None:
+    def __init__(
+        self, folder: Folder, include: Patterns = None, exclude: Patterns = None, rename: Rename = None
+    ) -> None:
         self.folder = folder
         self.renamed = _renamer(rename)
         self._keep = keeper(include, exclude)
@@ -168,7 +170,7 @@ def fill(
     report = LoadReport(path)
     opened: Folder | None = None
     wants: list[Want] = []
-    target, loaded = Target(), []
+    target, loaded = Target(), list[str]()
     failure: Exception | None = None
     try:
         try:
@@ -255,9 +257,13 @@ def _match(
                 problems.append(f"{name} is a tensor in the target, but a plain value in the checkpoint")
             continue
         if record.shape != wanted.shape:
-            problems.append(f"{name} has shape {list(record.shape)} in the checkpoint, {list(wanted.shape)} in the target")
+            problems.append(
+                f"{name} has shape {list(record.shape)} in the checkpoint, {list(wanted.shape)} in the target"
+            )
         elif record.dtype != wanted.dtype and not cast:
-            problems.append(f"{name} is {record.dtype} in the checkpoint, {wanted.dtype} in the target; cast=True converts")
+            problems.append(
+                f"{name} is {record.dtype} in the checkpoint, {wanted.dtype} in the target; cast=True converts"
+            )
         else:
             plan.append((wanted, record))
     problems += _untied(view, target)
@@ -305,7 +311,9 @@ def _untied(view: View, target: Target) -> list[str]:
     for name, first in target.ties.items():
         a, b = view.leaves.get(name), view.leaves.get(first)
         if a and b and view.record(name) and aliases.get(a[0], a[0]) != aliases.get(b[0], b[0]):
-            found.append(f"{name} and {first} are one tensor in the target, but two in the checkpoint; exclude one of them")
+            found.append(
+                f"{name} and {first} are one tensor in the target, but two in the checkpoint; exclude one of them"
+            )
     return found
 
 
@@ -384,7 +392,10 @@ def _renamer(rename: Rename) -> Callable[[str], str]:
 def _pruned(node: tree.Node, path: str, view: View) -> tree.Node:
     """A tree without the leaves that are left out: keys of dictionaries go, items of sequences become None."""
     if isinstance(node, list):
-        return [_pruned(v, tree.join(path, i), view) if _any(v, tree.join(path, i), view) else None for i, v in enumerate(node)]
+        return [
+            _pruned(v, tree.join(path, i), view) if _any(v, tree.join(path, i), view) else None
+            for i, v in enumerate(node)
+        ]
     if not isinstance(node, dict):
         return node
     kind = node.get("$")

@@ -12,6 +12,7 @@ import xxhash
 from flagstone.checkpoint import tree
 from flagstone.errors import DamagedError, LoadError
 from flagstone.layout import DTYPES
+from flagstone.storage.base import Bytes
 
 VERSION = 1
 MANIFEST = "manifest.json"
@@ -26,6 +27,11 @@ FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,199}")
 def digest(data: Any) -> str:
     """The xxh3-128 of some bytes, in hexadecimal."""
     return xxhash.xxh3_128_hexdigest(data)
+
+
+def run_digest(data: Bytes) -> bytes:
+    """The xxh3-128 of a run of bytes: 16 bytes."""
+    return xxhash.xxh3_128_digest(data.data)
 
 
 class TensorRecord(msgspec.Struct, array_like=True, frozen=True, omit_defaults=True):
@@ -163,5 +169,3 @@ def tiling_fault(extents: list[Extent], size: int, run: int) -> str:
             return f"bytes {extent.begin:,} to {extent.end:,} have {len(extent.digests)} bytes of checksums"
         at = extent.end
     return "" if at == size else f"bytes {at:,} to {size:,} are not covered"
-
-

@@ -65,7 +65,13 @@ class Piece(ABC):
         return found
 
 
-_WORDS = {1: np.dtype("u1"), 2: np.dtype("u2"), 4: np.dtype("u4"), 8: np.dtype("u8"), 16: np.dtype("c16")}
+_WORDS: dict[int, np.dtype[Any]] = {
+    1: np.dtype("u1"),
+    2: np.dtype("u2"),
+    4: np.dtype("u4"),
+    8: np.dtype("u8"),
+    16: np.dtype("c16"),
+}
 
 
 def words(data: base.Bytes, size: int, shape: tuple[int, ...]) -> NDArray[Any]:

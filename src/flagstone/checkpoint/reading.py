@@ -15,7 +15,7 @@ import numpy as np
 import xxhash
 
 from flagstone.checkpoint import tree
-from flagstone.checkpoint.manifest import CHECKSUMS, MANIFEST, Checksums, Manifest, digest
+from flagstone.checkpoint.manifest import CHECKSUMS, MANIFEST, Checksums, Manifest, digest, run_digest
 from flagstone.checkpoint.piece import Piece, words
 from flagstone.errors import Damage, DamagedError, LoadError
 from flagstone.layout import BLOCK, DTYPES, Box, Span, box_span, box_spans, intersect, span_boxes
@@ -180,7 +180,9 @@ class Folder:
             name, dtype_name, shape = keys[key]
             dtype = DTYPES.get(dtype_name)
             if dtype is None or entry.dtype != dtype.stored or entry.shape != shape + dtype.tail:
-                raise LoadError(f"{where}: {key} is {entry.dtype}{list(entry.shape)} in the header, but {dtype_name}{list(shape)}")
+                raise LoadError(
+                    f"{where}: {key} is {entry.dtype}{list(entry.shape)} in the header, but {dtype_name}{list(shape)}"
+                )
             low, high = entry.data_offsets
             if low != at or high - low != prod(shape) * dtype.size or any(n < 0 for n in shape):
                 raise LoadError(f"{where}: {key} of shape {list(shape)} cannot lie at bytes {low} to {high}")
@@ -214,7 +216,7 @@ class Folder:
         for low, high, expected in self.runs(file, begin, end):
             data = np.empty(high - low, np.uint8)
             opened.read(low, data)
-            if xxhash.xxh3_128_digest(data) != expected:
+            if run_digest(data) != expected:
                 found.append(self.damage(file, low, high))
         return found
 
@@ -373,7 +375,7 @@ class Reader:
         for want in self._wants:
             if want.received != want.nbytes:
                 raise LoadError(
-                    f"{want.place.name}: {want.received:,} of {want.nbytes:,} bytes were read; this is a defect of Flagstone"
+                    f"{want.place.name}: {want.received:,} of {want.nbytes:,} bytes were read, a defect of Flagstone"
                 )
 
     def check(self, whole: Sequence[str] = ()) -> list[Damage]:
@@ -489,7 +491,7 @@ class Reader:
                 while left:
                     if not rest.nbytes:
                         rest = next(source)
-                    state.update(rest[:left])
+                    state.update(rest[:left].data)
                     left, rest = left - min(left, rest.nbytes), rest[left:]
                 if expected and state.digest() != expected:
                     self._found(chunk.file, low, high)
@@ -510,7 +512,7 @@ class Reader:
                 file.read(low + got, out[got:])
             for begin, end, expected in chunk.runs:
                 data = out[begin - low : end - low]
-                if expected and xxhash.xxh3_128_digest(data) != expected:
+                if expected and run_digest(data) != expected:
                     self._found(chunk.file, begin, end)
                 elif deliver:
                     for wants in self._overlapping(chunk.file, begin, end):

@@ -357,12 +357,18 @@ class Save:
         return _Commit()
 
     def _describe(
-        self, layouts: Sequence[FileLayout], sizes: Mapping[str, int], extents: dict[str, list[Extent]], outline: Outline
+        self,
+        layouts: Sequence[FileLayout],
+        sizes: Mapping[str, int],
+        extents: dict[str, list[Extent]],
+        outline: Outline,
     ) -> None:
         """Write what describes the data: index files, assets, checksums, and last the manifest."""
         groups: dict[str, list[FileLayout]] = {}
         for layout in layouts:
-            groups.setdefault(layout.file.rsplit("-", 3)[0] if "-of-" in layout.file else layout.file, []).append(layout)
+            groups.setdefault(layout.file.rsplit("-", 3)[0] if "-of-" in layout.file else layout.file, []).append(
+                layout
+            )
         indices = dict(index_of(group) for group in groups.values() if len(group) > 1)
         files = [FileRecord(file, size) for file, size in sizes.items()]
         for name, content in itertools.chain(indices.items(), self._assets({*sizes, *indices})):
@@ -390,9 +396,9 @@ class Save:
         self._put(MANIFEST, manifest.encode())
 
     def _assets(self, taken: set[str]) -> Iterator[tuple[str, bytes]]:
-        assets = self._options.assets
-        if not isinstance(assets, Mapping):
-            assets = {os.path.basename(os.fspath(a)): a for a in assets}
+        given = self._options.assets
+        assets: dict[str, str | os.PathLike[str] | bytes]
+        assets = dict(given) if isinstance(given, Mapping) else {os.path.basename(os.fspath(a)): a for a in given}
         for name, source in assets.items():
             if not FILE_NAME.fullmatch(name) or name in taken or name in (MANIFEST, CHECKSUMS):
                 raise SaveError(f"an asset cannot have the name {name!r}: another file has it, or none may")
@@ -453,13 +459,13 @@ class _Replicas:
         state = xxhash.xxh3_128()
         flat = piece.flat()
         if flat is not None:
-            state.update(flat)
+            state.update(flat.data)
         else:
             scratch = np.empty(min(RUN, piece.nbytes), np.uint8)
             for at in range(0, piece.nbytes, RUN):
                 part = scratch[: min(RUN, piece.nbytes - at)]
                 piece.read(at, part)
-                state.update(part)
+                state.update(part.data)
         self.by_name[f"{digest(np.array(holders, np.int64))} {name}"] = state.hexdigest()
 
     def combined(self) -> dict[str, str]:
@@ -479,7 +485,9 @@ def _judge_replicas(told: list[dict[str, str]]) -> _Commit:
             if name in digests:
                 values.setdefault(digests[name], []).append(rank)
         if len(values) > 1:
-            faults.append(f"{name.split(' ', 1)[1]}: " + " differs from ".join(f"rank {listed(r)}" for r in values.values()))
+            faults.append(
+                f"{name.split(' ', 1)[1]}: " + " differs from ".join(f"rank {listed(r)}" for r in values.values())
+            )
     more = f"\n  and {len(faults) - 20} more" if len(faults) > 20 else ""
     return _Commit(
         error="tensors that should be replicas are not equal; declare what is meant to differ with per_rank():\n  "

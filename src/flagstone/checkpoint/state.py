@@ -99,8 +99,8 @@ def unite(outlines: Mapping[tuple[int, ...], Outline]) -> Outline:
 
         values = outline.tree if not seen else tree.merge(values, outline.tree, "", conflict)
         seen += ranks
-        for *spec_fields, number in outline.tensors:
-            spec, sharding = TensorSpec(*spec_fields), None if number < 0 else made[number]
+        for row in outline.tensors:
+            spec, sharding = TensorSpec(*row[:5]), None if row[5] < 0 else made[row[5]]
             known = tensors.setdefault(spec.name, (spec, sharding))
             both = _joined(known[1], sharding)
             if known[0] != spec or both is _APART:
@@ -142,7 +142,9 @@ def _joined(a: Sharding | None, b: Sharding | None) -> Sharding | None:
         return a  # told by the other ranks of the same mesh
     copies = len(a.ranks) // len(b.ranks)
     splits = tuple((m + 1, d) for m, d in b.splits)
-    alike = a == b or (a.mesh == b.mesh and a.splits == b.splits) or (a.mesh == (copies, *b.mesh) and a.splits == splits)
+    alike = (
+        a == b or (a.mesh == b.mesh and a.splits == b.splits) or (a.mesh == (copies, *b.mesh) and a.splits == splits)
+    )
     if not alike or set(a.ranks) & set(b.ranks):
         return _APART
     return Sharding((copies + 1, *b.mesh), a.ranks + b.ranks, splits)

@@ -18,6 +18,8 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import msgspec
+
 from flagstone.errors import LoadError, SaveError
 
 Node = Any  # what msgspec reads from JSON
@@ -55,7 +57,8 @@ def encode(value: Any, path: str, leaf: Callable[[Any, str], Node | None]) -> No
     if kind is complex:
         return {"$": "complex", "v": [repr(value.real), repr(value.imag)]}
     if kind is set or kind is frozenset:
-        return {"$": kind.__name__, "v": [encode(v, path, leaf) for v in sorted(value, key=repr)]}
+        nodes = [encode(v, path, leaf) for v in value]
+        return {"$": kind.__name__, "v": sorted(nodes, key=msgspec.json.encode)}  # the same on every rank
     node = leaf(value, path)
     if node is None:
         raise SaveError(
@@ -97,8 +100,8 @@ def decode(node: Node, path: str, leaf: Callable[[dict[str, Any], str], Any]) ->
                 return base64.b64decode(value, validate=True)  # type: ignore[arg-type]
             case "bytearray":
                 return bytearray(base64.b64decode(value, validate=True))  # type: ignore[arg-type]
-    except (TypeError, ValueError, IndexError) as error:
-        raise LoadError(f"{path}: the manifest holds {kind} of {str(value)[:80]!r}, which is none: {error}") from error
+    except (TypeError, ValueError, LookupError, OverflowError) as error:
+        raise LoadError(f"{path}: the manifest holds a {kind} that is none: {type(error).__name__}") from error
     made = leaf(node, path)
     if made is UNKNOWN:
         raise LoadError(f"{path}: the manifest holds a value of kind {kind!r}, which this version does not know")
@@ -191,8 +194,10 @@ def check(node: Node, where: str) -> None:
 
 def merge(a: Node, b: Node, path: str, conflict: Callable[[str], None]) -> Node:
     """The union of two ranks' trees; ``conflict`` is told the path of every difference that is not a missing key."""
-    if a == b:
+    if msgspec.json.encode(a) == msgspec.json.encode(b):  # Python takes 1, 1.0 and True for equal
         return a
+    if isinstance(a, dict) and isinstance(b, dict) and {a.get("$"), b.get("$")} == {None, "dict"}:
+        a, b = _as_pairs(a), _as_pairs(b)  # on one rank all keys are strings, on the other not
     if isinstance(a, dict) and isinstance(b, dict) and a.get("$") == b.get("$"):
         kind = a.get("$")
         if kind is None:
@@ -201,6 +206,9 @@ def merge(a: Node, b: Node, path: str, conflict: Callable[[str], None]) -> Node:
             return _merge_optimizers(a, b, path, conflict)
         if kind in ("dict", "odict"):
             left, right = _keyed(a), _keyed(b)
+            for k in left.keys() & right.keys():
+                if msgspec.json.encode(left[k][0]) != msgspec.json.encode(right[k][0]):
+                    conflict(join(path, k))
             merged = _merge_keys(
                 {k: v for k, (_, v) in left.items()}, {k: v for k, (_, v) in right.items()}, path, conflict
             )
@@ -211,6 +219,10 @@ def merge(a: Node, b: Node, path: str, conflict: Callable[[str], None]) -> Node:
         return _merge_items(a, b, path, conflict)
     conflict(path)
     return a
+
+
+def _as_pairs(node: Node) -> Node:
+    return node if "$" in node else {"$": "dict", "v": [[k, v] for k, v in node.items()]}
 
 
 def _keyed(node: Node) -> dict[str, tuple[Node, Node]]:

@@ -33,8 +33,11 @@ class NumpyFrame:
 class Values:
     """Makes values of a checkpoint. Tensors are made empty; ``wants`` is what a Reader then fills."""
 
-    def __init__(self, folder: Folder, frame: Frame, allow_pickle: bool) -> None:
+    def __init__(
+        self, folder: Folder, frame: Frame, allow_pickle: bool, place: Callable[[str], Place] | None = None
+    ) -> None:
         self._folder, self._frame, self._allow_pickle = folder, frame, allow_pickle
+        self._place = place or folder.place
         self._made: dict[str, Any] = {}
         self.wants: list[Want] = []
 
@@ -50,16 +53,9 @@ class Values:
         nodes, places = rank_values(self._folder, rank)
         if path not in nodes:
             raise LoadError(f"{path}: rank {rank} of the save has no value of its own")
-        return self._with(lambda name: places[name]).make(nodes[path], path)
-
-    def _with(self, place: Callable[[str], Place]) -> Values:
-        other = Values(self._folder, self._frame, self._allow_pickle)
-        other.wants = self.wants
-        other._place = place  # type: ignore[method-assign]
-        return other
-
-    def _place(self, name: str) -> Place:
-        return self._folder.place(name)
+        own = Values(self._folder, self._frame, self._allow_pickle, lambda name: places[name])
+        own.wants = self.wants
+        return own.make(nodes[path], path)
 
     def _leaf(self, node: dict[str, Any], path: str) -> Any:
         kind = node["$"]

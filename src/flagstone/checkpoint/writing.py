@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import threading
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
-import xxhash
 
-from flagstone.checkpoint.manifest import RUN, Extent
+from flagstone.checkpoint.manifest import RUN, Extent, run_digest
 from flagstone.checkpoint.piece import Piece, words
 from flagstone.checkpoint.placement import FilePlan, Fragment
 from flagstone.checkpoint.world import World
-from flagstone.layout import DTYPES, Span, box_span
+from flagstone.layout import BLOCK, DTYPES, Span, box_span
 from flagstone.storage import Staging, WriteFile, base, buffers
+from flagstone.storage.buffers import aligned
 
-ROUND = 4 << 20  # bytes that a rank gets from others in one round of an exchange
+ROUND = 4 << 20  # bytes that a rank writes after one round of an exchange
+ROUNDS = 2  # one is written while the next is exchanged
 
 
 class Writer:
-    """Writes one rank's bytes of all files. Failures are kept, so that exchanges with other ranks go on; see ``close``."""
+    """Writes one rank's bytes of all files. A failure is kept for ``close``, so that exchanges with others go on."""
 
     def __init__(self, staging: Staging | None, progress: Callable[[int], None] | None) -> None:
         self.staging = staging
@@ -31,11 +32,13 @@ class Writer:
         self._files: dict[str, WriteFile] = {}
         self._extents: dict[str, list[Extent]] = defaultdict(list)
         self._pool = ThreadPoolExecutor(buffers.THREADS, thread_name_prefix="flagstone-write")
+        # What was exchanged must not wait behind all that was not: other ranks wait for the next round.
+        self._round_pool = ThreadPoolExecutor(ROUNDS, thread_name_prefix="flagstone-round")
         self._pending: list[Future[None]] = []
         self.error: BaseException | None = None
         self.written = 0
 
-    def submit(self, work: Callable[..., None], *args: Any) -> None:
+    def submit(self, work: Callable[..., None], *args: Any, in_round: bool = False) -> Future[None]:
         """Do something in one of the threads."""
 
         def guarded() -> None:
@@ -44,7 +47,9 @@ class Writer:
             except BaseException as error:  # a thread's failure is the save's
                 self.fail(error)
 
-        self._pending.append(self._pool.submit(guarded))
+        future = (self._round_pool if in_round else self._pool).submit(guarded)
+        self._pending.append(future)
+        return future
 
     def fail(self, error: BaseException) -> None:
         with self._lock:
@@ -60,18 +65,14 @@ class Writer:
                 high = min(low + RUN, end)
                 out = buffer[low - begin : high - begin]
                 fill(low, high, out)
-                digests.append(xxhash.xxh3_128_digest(out))
+                digests.append(run_digest(out))
             self._write(file, begin, buffer[: end - begin], digests)
 
-    def buffered(self, file: str, begin: int, buffer: base.Bytes, length: int) -> None:
-        """Write what is in a borrowed buffer, and give the buffer back."""
-        try:
-            if self.error is None:
-                data = buffer[:length]
-                digests = [xxhash.xxh3_128_digest(data[i : i + RUN]) for i in range(0, length, RUN)]
-                self._write(file, begin, data, digests)
-        finally:
-            buffers.POOL.give(buffer)
+    def filled(self, file: str, begin: int, data: base.Bytes) -> None:
+        """Write what has been put together already."""
+        if self.error is None:
+            digests = [run_digest(data[i : i + RUN]) for i in range(0, data.nbytes, RUN)]
+            self._write(file, begin, data, digests)
 
     def _write(self, file: str, begin: int, data: base.Bytes, digests: Sequence[bytes]) -> None:
         self._open(file).write(begin, data)
@@ -105,6 +106,7 @@ class Writer:
         """End the threads, close the files; what was written, in order, neighbours joined. Raises what failed."""
         self.drain()
         self._pool.shutdown()
+        self._round_pool.shutdown()
         for file in self._files.values():
             try:
                 file.close()
@@ -130,10 +132,16 @@ class RankWriter:
     """Fills the blocks that this rank writes, from its own pieces and from what others hand over."""
 
     def __init__(
-        self, plans: Sequence[FilePlan], pieces: Mapping[str, Piece | None], world: World, writer: Writer, seconds: float
+        self,
+        plans: Sequence[FilePlan],
+        pieces: Mapping[str, Piece | None],
+        world: World,
+        writer: Writer,
+        seconds: float,
     ) -> None:
         self._plans, self._pieces, self._world, self._writer = plans, pieces, world, writer
         self._seconds = seconds
+        self._spare: deque[tuple[base.Bytes, Future[None] | None]] = deque()
         self._edges: dict[tuple[int, int], list[tuple[Fragment, base.Bytes]]] = {}  # by file and block
 
     def run(self) -> None:
@@ -190,7 +198,7 @@ class RankWriter:
                         data = np.empty(fragment.nbytes, np.uint8)
                         self._pack(plan, fragment, data)
                         _place(plan, fragment, data, out, begin)
-        for block in range(begin - begin % 4096, end, 4096) if self._edges else ():
+        for block in range(begin - begin % BLOCK, end, BLOCK) if self._edges else ():
             for fragment, data in self._edges.get((plan.number, block), ()):
                 if fragment.box is not None:
                     _place(plan, fragment, data, out, begin)
@@ -222,7 +230,7 @@ class RankWriter:
         for peer, group in by_peer[False].items():
             at = 0
             for fragment in group:
-                block = fragment.begin - fragment.begin % 4096
+                block = fragment.begin - fragment.begin % BLOCK
                 data = receive[peer][at : at + fragment.nbytes]
                 self._edges.setdefault((fragment.file, block), []).append((fragment, data))
                 at += fragment.nbytes
@@ -263,8 +271,10 @@ class RankWriter:
             if mine is None:
                 continue
             begin, end = mine
-            stop = end if end % 4096 == 0 else min(end + 4096 - end % 4096, plan.layout.size)
-            buffer = buffers.POOL.take()
+            stop = end if end % BLOCK == 0 else min(end + BLOCK - end % BLOCK, plan.layout.size)
+            buffer, pending = self._spare.popleft() if len(self._spare) == ROUNDS else (aligned(ROUND + BLOCK), None)
+            if pending is not None:
+                pending.result()
             out = buffer[: stop - begin]
             try:
                 self._fill(plan, begin, stop, out)
@@ -275,7 +285,8 @@ class RankWriter:
                         at += fragment.nbytes
             except Exception as error:
                 self._writer.fail(error)
-            self._writer.submit(self._writer.buffered, plan.layout.file, begin, buffer, stop - begin)
+            future = self._writer.submit(self._writer.filled, plan.layout.file, begin, out, in_round=True)
+            self._spare.append((buffer, future))
 
 
 def _order(fragment: Fragment) -> tuple[Any, ...]:
@@ -297,7 +308,8 @@ def _copy(piece: Piece, start: int, out: base.Bytes) -> None:
 
 def _place(plan: FilePlan, fragment: Fragment, data: base.Bytes, out: base.Bytes, begin: int) -> None:
     """Put a fragment that is a box where it belongs in the bytes of a file from ``begin`` on."""
-    assert fragment.part is not None and fragment.box is not None
+    assert fragment.part is not None
+    assert fragment.box is not None
     slot = plan.layout.slots[fragment.slot]
     size = DTYPES[slot.dtype].size
     span = box_span(fragment.part, slot.shape) or Span(0, 0)

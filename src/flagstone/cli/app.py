@@ -49,22 +49,13 @@ def show(
 
     storage, folder = resolve(path)
     manifest = read_manifest(storage, folder)
-    tensors = [
-        {
-            "name": name,
-            "dtype": t.dtype,
-            "shape": list(t.shape),
-            "nbytes": Box.whole(t.shape).numel * DTYPES[t.dtype].size,
-            "file": manifest.files[t.file].name,
-        }
-        for name, t in manifest.tensors.items()
-    ]
+    sizes = {name: Box.whole(t.shape).numel * DTYPES[t.dtype].size for name, t in manifest.tensors.items()}
+    total = sum(sizes.values())
     values = {
         name: node
         for name, node in tree.leaves(manifest.state)
         if name not in manifest.tensors and name not in manifest.aliases
     }
-    total = sum(t["nbytes"] for t in tensors)  # type: ignore[misc]
     if as_json:
         found = {
             "path": folder,
@@ -74,7 +65,16 @@ def show(
             "ranks": manifest.ranks,
             "metadata": manifest.metadata,
             "nbytes": total,
-            "tensors": tensors,
+            "tensors": [
+                {
+                    "name": name,
+                    "dtype": t.dtype,
+                    "shape": t.shape,
+                    "nbytes": sizes[name],
+                    "file": manifest.files[t.file].name,
+                }
+                for name, t in manifest.tensors.items()
+            ],
             "aliases": manifest.aliases,
             "values": values,
             "files": [{"name": f.name, "size": f.size} for f in manifest.files],
@@ -82,16 +82,18 @@ def show(
         print(json.dumps(found, indent=2))
         return
     step = "" if manifest.step is None else f"step {manifest.step}, "
-    plural = "s" if manifest.ranks > 1 else ""
     _out.print(f"[bold]{escape(folder)}[/]")
-    _out.print(f"{step}saved {manifest.created} by {manifest.ranks} rank{plural}, id {manifest.save_id}")
-    _out.print(f"{len(tensors)} tensors, {_size(total)}; {len(manifest.aliases)} tied; {len(values)} other values")
+    _out.print(f"{step}saved {manifest.created} by {_count(manifest.ranks, 'rank')}, id {manifest.save_id}")
+    _out.print(
+        f"{_count(len(sizes), 'tensor')}, {_size(total)}; {len(manifest.aliases)} tied; "
+        f"{_count(len(values), 'other value')}"
+    )
     table = Table(box=None, pad_edge=False, show_edge=False, header_style="dim")
-    for column, justify in (("tensor", "left"), ("type", "left"), ("shape", "left"), ("size", "right"), ("file", "left")):
-        table.add_column(column, justify=justify, no_wrap=True)  # type: ignore[arg-type]
-    for t in tensors:
-        shape = " x ".join(map(str, t["shape"])) or "scalar"  # type: ignore[arg-type]
-        table.add_row(escape(str(t["name"])), str(t["dtype"]), shape, _size(t["nbytes"]), str(t["file"]))  # type: ignore[arg-type]
+    for column in ("tensor", "type", "shape", "size", "file"):
+        table.add_column(column, justify="right" if column == "size" else "left", no_wrap=True)
+    for name, t in manifest.tensors.items():
+        shape = " x ".join(map(str, t.shape)) or "scalar"
+        table.add_row(escape(name), t.dtype, shape, _size(sizes[name]), manifest.files[t.file].name)
     for alias, name in manifest.aliases.items():
         table.add_row(escape(alias), "", f"tied to {escape(name)}", "", "")
     _wide().print(table)
@@ -120,7 +122,14 @@ def verify(path: Annotated[Path, typer.Argument(help="A checkpoint's folder.")])
             for damage in error.damage:
                 _err.print(f"[red]damaged[/] {escape(str(damage))}")
             _fail(f"{path} is damaged" if error.damage else str(error), 1)
-    _out.print(f"{escape(str(path))} is whole: {report.tensors} tensors, {report.files} files, {_size(report.nbytes)}")
+    _out.print(
+        f"{escape(str(path))} is whole: "
+        f"{_count(report.tensors, 'tensor')}, {_count(report.files, 'file')}, {_size(report.nbytes)}"
+    )
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _wide() -> Console:

@@ -10,6 +10,7 @@ forbids. A group of tensors is spread over several files when it is larger than 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -22,9 +23,10 @@ from flagstone.layout.dtypes import DTYPES
 
 BLOCK = 4096  # bytes: what direct I/O wants to be aligned to, and a page
 FILE_BYTES = 4 << 30  # few, large files: parallel file systems like 1 to 4 GiB
-FILE_TENSORS = 400_000  # safetensors allows a header of 100 MB
+HEADER_BYTES = 80 << 20  # safetensors allows a header of 100 MB
 
 _HEADER_METADATA = {"format": "pt"}  # transformers asks for it
+_RESERVED = re.compile(r"rank-\d+|.*-\d+-of-\d+", re.IGNORECASE)  # what a rank alone has; one of several volumes
 
 
 class TensorSpec(NamedTuple):
@@ -94,7 +96,9 @@ def _file_names(groups: Iterable[str]) -> dict[str, str]:
     names: dict[str, str] = {}
     taken: set[str] = set()
     for group in groups:
-        base = "".join(c if c.isascii() and (c.isalnum() or c in "-_.") else "_" for c in group)[:80].strip(".") or "_"
+        base = "".join(c if c.isascii() and (c.isalnum() or c in "-_.") else "_" for c in group)[:80].strip(".-") or "_"
+        if _RESERVED.fullmatch(base):
+            base += "_"
         name, number = base, 1
         while name.lower() in taken:
             number += 1
@@ -106,14 +110,16 @@ def _file_names(groups: Iterable[str]) -> dict[str, str]:
 
 def _volumes(tensors: list[TensorSpec], file_bytes: int) -> list[list[TensorSpec]]:
     volumes: list[list[TensorSpec]] = [[]]
-    filled = 0
+    filled = header = 0
     for tensor in tensors:
         nbytes = tensor.nbytes
-        if volumes[-1] and (filled + nbytes > file_bytes or len(volumes[-1]) >= FILE_TENSORS):
+        entry = len(msgspec.json.encode(tensor.key)) + 21 * len(tensor.shape) + 128  # at most
+        if volumes[-1] and (filled + nbytes > file_bytes or header + entry > HEADER_BYTES):
             volumes.append([])
-            filled = 0
+            filled = header = 0
         volumes[-1].append(tensor)
         filled += nbytes
+        header += entry
     return volumes
 
 

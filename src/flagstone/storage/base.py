@@ -36,7 +36,7 @@ class ReadFile(_File):
 
     @abstractmethod
     def read(self, offset: int, out: Bytes) -> None:
-        """Fill ``out`` with the bytes from ``offset`` on; past the end of the file it is left as it is.
+        """Fill ``out`` with the bytes from ``offset`` on. What lies past the end of the file may become anything.
 
         Raises:
             OSError: the bytes could not be read, or the file has become shorter.
@@ -64,11 +64,16 @@ class Staging(ABC):
 
     @abstractmethod
     def create(self, file: str, size: int) -> None:
-        """Make a file of ``size`` bytes; where the storage can, its space is taken now, so that a full disk shows."""
+        """Make a file of ``size`` bytes; where the storage can, its space is taken now, so that a full disk shows.
+
+        Raises:
+            FileExistsError: it was made already.
+            OSError: there is no space, or another fault.
+        """
 
     @abstractmethod
     def open(self, file: str) -> WriteFile:
-        """Open a file that ``create`` made, here or on another rank, for writing."""
+        """Open a file that ``create`` made, here or on another rank, for writing. Raises FileNotFoundError."""
 
     @abstractmethod
     def adopt(self, exclude: frozenset[str]) -> None:
@@ -126,5 +131,5 @@ class Storage(ABC):
         """Take part in what another rank began. Raises FileNotFoundError when it cannot be seen from here."""
 
     @abstractmethod
-    def clean(self, folder: str) -> list[str]:
+    def clean(self, folder: str) -> Sequence[str]:
         """Remove what dead attempts left beside ``folder``; the names of what was removed."""

@@ -9,15 +9,15 @@ import mmap
 import os
 import queue
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import numpy as np
 
 from flagstone.storage.base import Bytes
 
-CHUNK = 16 << 20  # bytes of one buffer: what a disk likes to be given at once
-THREADS = 3  # two requests at the disk while a third is copied and hashed
-BUFFERS = THREADS + 1
+CHUNK = 8 << 20  # bytes of one buffer
+THREADS = 8  # so that some are at the disk while others are copied and hashed; more and smaller than a disk alone wants
+BUFFERS = 8  # one for each thread: 64 MiB, the budget of a save or a load
 _HUGE = 2 << 20
 
 
@@ -25,10 +25,8 @@ def aligned(nbytes: int) -> Bytes:
     """Fresh zeroed memory of ``nbytes``, aligned to 2 MiB, with huge pages asked for."""
     mapping = mmap.mmap(-1, nbytes + _HUGE)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        try:
+        with suppress(OSError):  # a kernel without them: small pages do as well, only slower
             mapping.madvise(mmap.MADV_HUGEPAGE)
-        except OSError:
-            pass  # a kernel without them: small pages do as well, only slower
     whole = np.frombuffer(mapping, dtype=np.uint8)
     start = -whole.ctypes.data % _HUGE
     return whole[start : start + nbytes]
@@ -44,7 +42,13 @@ class BufferPool:
 
     def take(self) -> Bytes:
         buffer = self._free.get()
-        return aligned(CHUNK) if buffer is None else buffer
+        if buffer is not None:
+            return buffer
+        try:
+            return aligned(CHUNK)
+        except BaseException:
+            self._free.put(None)  # or those who wait would wait for ever
+            raise
 
     def give(self, buffer: Bytes) -> None:
         self._free.put(buffer)

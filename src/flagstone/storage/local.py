@@ -12,14 +12,17 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import functools
+import mmap
 import os
 import re
 import shutil
 import stat
 import sys
-import threading
 from collections.abc import Sequence
 from typing import Any
+
+import numpy as np
 
 from flagstone.layout import BLOCK
 from flagstone.storage.base import Bytes, ReadFile, Staging, Storage, WriteFile
@@ -30,11 +33,13 @@ except ImportError:  # Windows: no locks, so leftovers are left
     fcntl = None  # type: ignore[assignment]
 
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
+_O_FOLDER = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0)
 _O_QUIET = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)  # a pipe in a file's place must not hang us
 _NOWAIT = getattr(os, "RWF_NOWAIT", 0) if hasattr(os, "preadv") else 0
 _IOV_MAX = 1000
 _HIDDEN = re.compile(r"\.(?P<name>.+)\.flagstone-[0-9a-f]{32}(?P<old>\.old)?")
 _NO_DIRECT = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
+_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP)
 
 
 class LocalDisk(Storage):
@@ -64,14 +69,21 @@ class LocalDisk(Storage):
     def stage(self, folder: str, token: str, *, replace: bool = False) -> Staging:
         if not replace and self.exists(folder):
             raise FileExistsError(errno.EEXIST, "something is there", folder)
-        _make_folders(os.path.dirname(folder))
-        return _Staged(folder, token, made=True)
+        staged = _Staged(folder, token)
+        try:
+            staged.begin(replace=replace)
+        except OSError:
+            staged.release()
+            raise
+        return staged
 
     def join(self, folder: str, token: str) -> Staging:
-        return _Staged(folder, token, made=False)
+        staged = _Staged(folder, token)
+        staged.join()
+        return staged
 
-    def clean(self, folder: str) -> list[str]:
-        parent = os.path.dirname(folder)
+    def clean(self, folder: str) -> Sequence[str]:
+        parent = os.path.dirname(os.path.realpath(folder))
         removed: list[str] = []
         try:
             names = os.listdir(parent)
@@ -83,7 +95,7 @@ class LocalDisk(Storage):
             if not match or os.path.islink(path) or not os.path.isdir(path):
                 continue
             with contextlib.suppress(OSError):  # not ours, or somebody else was quicker
-                lock = _lock(path, exclusive=True)
+                lock = _claim(path)
                 if lock is None:
                     continue
                 try:
@@ -99,13 +111,17 @@ class LocalDisk(Storage):
         return removed
 
 
-class _Reading(ReadFile):
-    def __init__(self, path: str) -> None:
+class _Opened:
+    """A regular file's descriptors: one through the page cache, and one past it where the file system can.
+
+    Who finds that it cannot after all forgets ``_direct``; it stays open until the end, as other threads may use it.
+    """
+
+    def __init__(self, path: str, flags: int) -> None:
         self._path = path
-        self._fd = os.open(path, os.O_RDONLY | _O_QUIET)
+        self._fd = os.open(path, flags | _O_QUIET)
         self._direct: int | None = None
-        self._cached = bool(_NOWAIT)
-        self._lock = threading.Lock()
+        self._fds = [self._fd]
         status = os.fstat(self._fd)
         if not stat.S_ISREG(status.st_mode):
             self.close()
@@ -113,67 +129,83 @@ class _Reading(ReadFile):
         self.size = status.st_size
         if _O_DIRECT:
             with contextlib.suppress(OSError):
-                self._direct = os.open(path, os.O_RDONLY | _O_DIRECT | _O_QUIET)
-
-    def read(self, offset: int, out: Bytes) -> None:
-        want = min(out.nbytes, self.size - offset)
-        done = 0
-        while done < want:
-            direct = self._direct
-            if direct is not None and _is_aligned(offset + done, out[done:]):
-                try:
-                    got = os.preadv(direct, [out[done:]], offset + done)
-                except OSError as error:
-                    if error.errno not in _NO_DIRECT:
-                        raise self._named(error) from error
-                    self._drop_direct()
-                    continue
-            else:
-                try:
-                    got = os.preadv(self._fd, [out[done:want]], offset + done)
-                except OSError as error:
-                    raise self._named(error) from error
-            if got == 0:
-                raise OSError(errno.EIO, f"the file ends at byte {offset + done:,} of {self.size:,}", self._path)
-            done += got
-
-    def read_cached(self, offset: int, out: Sequence[Bytes]) -> int:
-        if not self._cached:
-            return 0
-        try:
-            return os.preadv(self._fd, out[:_IOV_MAX], offset, _NOWAIT)
-        except BlockingIOError:
-            return 0
-        except OSError as error:
-            if error.errno not in _NO_DIRECT:
-                raise self._named(error) from error
-            self._cached = False
-            return 0
+                direct = os.open(path, flags | _O_DIRECT | _O_QUIET)
+                self._fds.append(direct)
+                if os.path.samestat(os.fstat(direct), status):  # else the folder was replaced between the two
+                    self._direct = direct
 
     def close(self) -> None:
-        for fd in (self._fd, self._direct):
-            if fd is not None and fd >= 0:
-                os.close(fd)
+        fds, self._fds = self._fds, []
         self._fd, self._direct = -1, None
-
-    def _drop_direct(self) -> None:
-        with self._lock:
-            self._direct, fd = None, self._direct
-        if fd is not None:
+        for fd in fds:
             os.close(fd)
 
     def _named(self, error: OSError) -> OSError:
         return OSError(error.errno, error.strerror, self._path)
 
 
-class _Writing(WriteFile):
+class _Reading(_Opened, ReadFile):
     def __init__(self, path: str) -> None:
-        self._path = path
-        self._fd = os.open(path, os.O_RDWR | _O_QUIET)
-        self._direct: int | None = None
-        if _O_DIRECT:
-            with contextlib.suppress(OSError):
-                self._direct = os.open(path, os.O_RDWR | _O_DIRECT | _O_QUIET)
+        super().__init__(path, os.O_RDONLY)
+        self._pages: Bytes | None = None
+        if self.size and os.access(path, os.W_OK):  # of others' files the kernel does not tell what is in memory
+            with contextlib.suppress(OSError, ValueError):
+                self._pages = np.frombuffer(mmap.mmap(self._fd, self.size, prot=mmap.PROT_READ), np.uint8)
+
+    def read(self, offset: int, out: Bytes) -> None:
+        want = min(out.nbytes, self.size - offset)
+        done = 0
+        while done < want:
+            direct = self._direct
+            try:
+                if direct is not None and _is_aligned(offset + done, out[done:]):
+                    got = os.preadv(direct, [out[done:].data], offset + done)
+                else:
+                    direct = None
+                    got = os.preadv(self._fd, [out[done:want].data], offset + done)
+            except OSError as error:
+                if direct is None or error.errno not in _NO_DIRECT:
+                    raise self._named(error) from error
+                self._direct = None
+                continue
+            if got == 0:
+                raise OSError(errno.EIO, f"the file ends at byte {offset + done:,} of {self.size:,}", self._path)
+            done += got
+
+    def read_cached(self, offset: int, out: Sequence[Bytes]) -> int:
+        if not _NOWAIT or not self._is_resident(offset, sum(b.nbytes for b in out)):
+            return 0
+        try:
+            return os.preadv(self._fd, [b.data for b in out[:_IOV_MAX]], offset, _NOWAIT)
+        except BlockingIOError:
+            return 0  # evicted meanwhile
+        except OSError as error:
+            if error.errno not in _NO_DIRECT:
+                raise self._named(error) from error
+            return 0
+
+    def _is_resident(self, offset: int, length: int) -> bool:
+        """Whether the page cache has all of these bytes. Asked first, as a read that does not wait for what is missing
+        still has it fetched, and then the disk reads it twice."""
+        if self._pages is None or offset + length > self.size or not length:
+            return False
+        first = offset // mmap.PAGESIZE
+        count = -(-(offset + length) // mmap.PAGESIZE) - first
+        found = np.empty(count, np.uint8)
+        start = ctypes.c_void_p(self._pages.ctypes.data + first * mmap.PAGESIZE)
+        size = ctypes.c_size_t(length + offset % mmap.PAGESIZE)
+        if _libc().mincore(start, size, ctypes.c_void_p(found.ctypes.data)) != 0:
+            return False
+        return bool((found & 1).all())
+
+    def close(self) -> None:
+        self._pages = None
+        super().close()
+
+
+class _Writing(_Opened, WriteFile):
+    def __init__(self, path: str) -> None:
+        super().__init__(path, os.O_RDWR)
 
     def write(self, offset: int, data: Bytes) -> None:
         done = 0
@@ -183,15 +215,15 @@ class _Writing(WriteFile):
             direct = self._direct
             try:
                 if direct is not None and blocks and _is_aligned(offset + done, rest[:blocks]):
-                    got = os.pwrite(direct, rest[:blocks], offset + done)
+                    got = os.pwrite(direct, rest[:blocks].data, offset + done)
                 else:
-                    got = os.pwrite(self._fd, rest, offset + done)
+                    direct = None
+                    got = os.pwrite(self._fd, rest.data, offset + done)
             except OSError as error:
-                if direct is not None and error.errno in _NO_DIRECT:
-                    self._direct = None  # its descriptor stays open until close: other threads may be using it
-                    self._retired = direct
-                    continue
-                raise OSError(error.errno, error.strerror, self._path) from error
+                if direct is None or error.errno not in _NO_DIRECT:
+                    raise self._named(error) from error
+                self._direct = None
+                continue
             if got == 0:
                 raise OSError(errno.EIO, f"nothing of {rest.nbytes:,} bytes was written", self._path)
             done += got
@@ -200,27 +232,33 @@ class _Writing(WriteFile):
         try:
             os.fsync(self._fd)
         except OSError as error:
-            raise OSError(error.errno, error.strerror, self._path) from error
-
-    def close(self) -> None:
-        for fd in (self._fd, self._direct, getattr(self, "_retired", None)):
-            if fd is not None and fd >= 0:
-                os.close(fd)
-        self._fd, self._direct, self._retired = -1, None, None
-
-    _retired: int | None = None
+            raise self._named(error) from error
 
 
 class _Staged(Staging):
-    def __init__(self, folder: str, token: str, *, made: bool) -> None:
-        self._folder, self._parent = folder, os.path.dirname(folder)
-        self._path = os.path.join(self._parent, f".{os.path.basename(folder)}.flagstone-{token}")
+    def __init__(self, folder: str, token: str) -> None:
+        self._folder = os.path.realpath(folder)  # where a link points to is what is built, and replaced
+        self._parent, name = os.path.split(self._folder)
+        self._path = os.path.join(self._parent, f".{name}.flagstone-{token}")
+        self._lock: int | None = None
         self._old: int | None = None
-        if made:
-            os.mkdir(self._path)
+
+    def begin(self, *, replace: bool) -> None:
+        _make_folders(self._parent)
+        if replace:
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                self._old = os.open(folder, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))  # so that its inode stays its
-        self._lock = _lock(self._path, exclusive=False)
+                self._old = _hold(self._folder, wait=False)  # open, so that its inode stays its
+        while True:
+            os.mkdir(self._path)
+            with contextlib.suppress(FileNotFoundError):
+                self._lock = _hold(self._path)
+                if os.path.lexists(self._path):
+                    return
+                os.close(self._lock)  # a cleaner took it for a dead one, before it was locked
+                self._lock = None
+
+    def join(self) -> None:
+        self._lock = _hold(self._path)
 
     def create(self, file: str, size: int) -> None:
         path = os.path.join(self._path, file)
@@ -238,7 +276,11 @@ class _Staged(Staging):
     def adopt(self, exclude: frozenset[str]) -> None:
         if self._old is None:
             return
-        for name in os.listdir(self._folder):
+        try:
+            names = os.listdir(self._folder)
+        except FileNotFoundError:
+            return  # removed meanwhile
+        for name in names:
             if name in exclude:
                 continue
             source, target = os.path.join(self._folder, name), os.path.join(self._path, name)
@@ -246,43 +288,63 @@ class _Staged(Staging):
                 raise FileExistsError(errno.EEXIST, "would be replaced, but is not of a checkpoint", source)
             if os.path.isdir(source) and not os.path.islink(source):
                 shutil.copytree(source, target, symlinks=True, copy_function=_link)
+                for folder, _, _ in os.walk(target):
+                    _sync_folder(folder)
             else:
                 _link(source, target)
 
     def publish(self) -> None:
         _sync_folder(self._path)
-        if self._old is None:
-            try:
-                os.rename(self._path, self._folder)
-            except OSError as error:
-                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
-                    raise
-                raise FileExistsError(errno.EEXIST, "something appeared there meanwhile", self._folder) from error
+        if self._old is not None and os.path.lexists(self._folder):
+            aside = self._exchange(os.fstat(self._old))
         else:
-            self._exchange(os.fstat(self._old))
-        _sync_folder(self._parent)
-        if self._old is not None:
-            shutil.rmtree(self._path, ignore_errors=True)
+            aside = None
+            self._appear()
+        try:
+            _sync_folder(self._parent)
+        except OSError:
+            self._withdraw(aside)
+            raise
+        if aside is not None:
+            shutil.rmtree(aside, ignore_errors=True)
         self.release()
 
-    def _exchange(self, old: os.stat_result) -> None:
+    def _appear(self) -> None:
+        try:
+            os.rename(self._path, self._folder)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                raise
+            raise FileExistsError(errno.EEXIST, "something appeared there meanwhile", self._folder) from error
+
+    def _exchange(self, old: os.stat_result) -> str:
+        """Take the place of the folder that is there; the hidden name that it has now."""
         aside = self._path
         if not _swap(self._path, self._folder):
             # No exchange here: two renames. A crash between them leaves the old one whole under its hidden name, from
             # where the next save, or `flagstone clean`, brings it back.
             aside = f"{self._path}.old"
             os.rename(self._folder, aside)
-            os.rename(self._path, self._folder)
-        if not os.path.samestat(os.stat(aside), old):
+            try:
+                self._appear()
+            except OSError:
+                with contextlib.suppress(OSError):
+                    os.rename(aside, self._folder)
+                raise
+        if not os.path.samestat(os.lstat(aside), old):
+            self._withdraw(aside)
+            raise FileExistsError(errno.EEXIST, "another folder appeared meanwhile", self._folder)
+        return aside
+
+    def _withdraw(self, aside: str | None) -> None:
+        """Undo an exchange, or an appearance, as far as that can be done."""
+        with contextlib.suppress(OSError):
             if aside == self._path:
                 _swap(self._path, self._folder)
-            else:
-                os.rename(self._folder, self._path)
+                return
+            os.rename(self._folder, self._path)
+            if aside is not None:
                 os.rename(aside, self._folder)
-            raise FileExistsError(errno.EEXIST, "another folder appeared meanwhile", self._folder)
-        if aside != self._path:
-            _sync_folder(self._parent)
-            shutil.rmtree(aside, ignore_errors=True)
 
     def discard(self) -> None:
         shutil.rmtree(self._path, ignore_errors=True)
@@ -299,20 +361,29 @@ def _is_aligned(offset: int, data: Bytes) -> bool:
     return offset % BLOCK == 0 and data.nbytes % BLOCK == 0 and data.ctypes.data % BLOCK == 0
 
 
-def _lock(path: str, *, exclusive: bool) -> int | None:
-    """Lock a folder until the descriptor is closed, or its process dies; None when others hold it."""
-    fd = os.open(path, os.O_RDONLY)
+def _hold(path: str, *, wait: bool = True) -> int:
+    """Keep a folder from being cleaned away until the descriptor is closed, or its process dies."""
+    fd = os.open(path, _O_FOLDER)
     try:
         if fcntl is not None:
-            fcntl.flock(fd, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
-        elif exclusive:
-            raise OSError(errno.ENOTSUP, "no locks here")
-        return fd
-    except OSError:
-        os.close(fd)
-        if exclusive:
-            return None
-        raise
+            fcntl.flock(fd, fcntl.LOCK_SH if wait else fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:
+        # Where there are no locks, nobody can claim a folder either: leftovers are left.
+        if error.errno not in (*_NO_LOCKS, errno.EWOULDBLOCK):
+            os.close(fd)
+            raise
+    return fd
+
+
+def _claim(path: str) -> int | None:
+    """The lock of a folder that no live process holds; None when one does, or when that cannot be known."""
+    fd = os.open(path, _O_FOLDER)
+    if fcntl is not None:
+        with contextlib.suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return fd
+    os.close(fd)
+    return None
 
 
 def _make_folders(path: str) -> None:
@@ -325,15 +396,20 @@ def _make_folders(path: str) -> None:
     _sync_folder(os.path.dirname(path))
 
 
-def _sync_folder(path: str) -> None:
-    fd = os.open(path, os.O_RDONLY)
+def _sync(path: str) -> None:
+    fd = os.open(path, os.O_RDONLY | _O_QUIET)
     try:
         os.fsync(fd)
-    except OSError as error:
-        if error.errno not in _NO_DIRECT:  # some network file systems have no such thing
-            raise
     finally:
         os.close(fd)
+
+
+def _sync_folder(path: str) -> None:
+    try:
+        _sync(path)
+    except OSError as error:
+        if error.errno not in _NO_DIRECT:  # some network file systems have no such thing
+            raise OSError(error.errno, error.strerror, path) from error
 
 
 def _link(source: str, target: str, **_: Any) -> None:
@@ -341,8 +417,11 @@ def _link(source: str, target: str, **_: Any) -> None:
         os.link(source, target, follow_symlinks=False)
     except OSError:
         shutil.copy2(source, target, follow_symlinks=False)
+        if not os.path.islink(target):
+            _sync(target)
 
 
+@functools.cache
 def _libc() -> ctypes.CDLL:
     return ctypes.CDLL(None, use_errno=True)
 

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Sequence
 
 from flagstone.storage.base import Bytes, ReadFile, Staging, Storage, WriteFile
+
+
+class _Attempt:
+    """A folder that is being built, the one that it replaces, and how many take part."""
+
+    def __init__(self, replaces: dict[str, bytearray] | None) -> None:
+        self.files: dict[str, bytearray] = {}
+        self.replaces = replaces
+        self.holders = 0
 
 
 class Memory(Storage):
@@ -14,8 +24,7 @@ class Memory(Storage):
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._folders: dict[str, dict[str, bytearray]] = {}
-        self._replaces: dict[tuple[str, str], dict[str, bytearray] | None] = {}
-        self._staged: dict[tuple[str, str], dict[str, bytearray]] = {}
+        self._attempts: dict[tuple[str, str], _Attempt] = {}
 
     def exists(self, folder: str) -> bool:
         return bool(self._folders.get(folder))
@@ -33,21 +42,20 @@ class Memory(Storage):
 
     def stage(self, folder: str, token: str, *, replace: bool = False) -> Staging:
         with self._lock:
-            old = self._folders.get(folder)
-            if old and not replace:
+            if not replace and self.exists(folder):
                 raise FileExistsError(17, "a folder is there", folder)
-            self._staged[folder, token] = {}
-            self._replaces[folder, token] = old
+            self._attempts[folder, token] = _Attempt(self._folders.get(folder) if replace else None)
             return _Staged(self, folder, token)
 
     def join(self, folder: str, token: str) -> Staging:
-        with self._lock:
-            if (folder, token) not in self._staged:
-                raise FileNotFoundError(2, "memory is not shared between processes", folder)
-            return _Staged(self, folder, token)
+        return _Staged(self, folder, token)
 
-    def clean(self, folder: str) -> list[str]:
-        return []  # what is in memory dies with its process
+    def clean(self, folder: str) -> Sequence[str]:
+        with self._lock:
+            dead = [(name, token) for (name, token), attempt in self._attempts.items() if not attempt.holders]
+            for key in dead:
+                del self._attempts[key]
+            return [f"{name} ({token})" for name, token in dead]
 
     def put(self, folder: str, file: str, data: bytes) -> None:
         """Set a file of a published folder, as a user may do with a folder on disk."""
@@ -73,7 +81,7 @@ class _Reading(ReadFile):
 
     def read(self, offset: int, out: Bytes) -> None:
         part = self._data[offset : offset + out.nbytes]
-        memoryview(out)[: len(part)] = part
+        out.data[: len(part)] = part
 
     def read_cached(self, offset: int, out: Sequence[Bytes]) -> int:
         at = offset
@@ -93,7 +101,7 @@ class _Writing(WriteFile):
     def write(self, offset: int, data: Bytes) -> None:
         if offset + data.nbytes > len(self._data):
             raise OSError(27, f"bytes {offset} to {offset + data.nbytes} are outside the {len(self._data)} created")
-        self._data[offset : offset + data.nbytes] = memoryview(data)
+        self._data[offset : offset + data.nbytes] = data.data
 
     def sync(self) -> None:
         pass
@@ -105,45 +113,60 @@ class _Writing(WriteFile):
 class _Staged(Staging):
     def __init__(self, storage: Memory, folder: str, token: str) -> None:
         self._storage, self._name, self._token = storage, folder, token
+        self._released = False
+        with storage._lock:
+            self._attempt.holders += 1
 
     @property
-    def _files(self) -> dict[str, bytearray]:
-        return self._storage._staged[self._name, self._token]
+    def _attempt(self) -> _Attempt:
+        try:
+            return self._storage._attempts[self._name, self._token]
+        except KeyError:
+            raise FileNotFoundError(2, "no such attempt in this memory", f"{self._name} ({self._token})") from None
 
     def create(self, file: str, size: int) -> None:
-        if file in self._files:
-            raise FileExistsError(17, "created twice", file)
-        self._files[file] = bytearray(size)
+        with self._storage._lock:
+            files = self._attempt.files
+            if file in files:
+                raise FileExistsError(17, "created twice", file)
+            files[file] = bytearray(size)
 
     def open(self, file: str) -> WriteFile:
         try:
-            return _Writing(self._files[file])
+            return _Writing(self._attempt.files[file])
         except KeyError:
             raise FileNotFoundError(2, "was not created", file) from None
 
     def adopt(self, exclude: frozenset[str]) -> None:
-        for file, data in self._storage._folders.get(self._name, {}).items():
-            if file in exclude:
-                continue
-            if file in self._files:
-                raise FileExistsError(17, "would be replaced, but is not of a checkpoint", file)
-            self._files[file] = data
+        with self._storage._lock:
+            files, replaces = self._attempt.files, self._attempt.replaces
+            for file, data in (self._storage._folders.get(self._name, {}) if replaces is not None else {}).items():
+                if file in exclude:
+                    continue
+                if file in files:
+                    raise FileExistsError(17, "would be replaced, but is not of a checkpoint", file)
+                files[file] = data
 
     def publish(self) -> None:
-        key = (self._name, self._token)
         with self._storage._lock:
+            attempt = self._attempt
             there = self._storage._folders.get(self._name)
-            if there and there is not self._storage._replaces[key]:
+            if there and there is not attempt.replaces:
                 raise FileExistsError(17, "another folder appeared meanwhile", self._name)
-            self._storage._folders[self._name] = self._storage._staged.pop(key)
+            self._storage._folders[self._name] = attempt.files
+            self.discard()
 
     def discard(self) -> None:
         with self._storage._lock:
-            self._storage._staged.pop((self._name, self._token), None)
-            self._storage._replaces.pop((self._name, self._token), None)
+            self._storage._attempts.pop((self._name, self._token), None)
+            self._released = True
 
     def release(self) -> None:
-        pass
+        with self._storage._lock:
+            if not self._released:
+                self._released = True
+                with contextlib.suppress(FileNotFoundError):
+                    self._attempt.holders -= 1
 
 
 SHARED = Memory()
