@@ -17,6 +17,7 @@ from flagstone.checkpoint import load as loading
 from flagstone.checkpoint import verify as verifying
 from flagstone.checkpoint.lazy import Checkpoint, LazyTensor
 from flagstone.checkpoint.load import LoadReport, Patterns, Rename
+from flagstone.checkpoint.piece import Piece
 from flagstone.checkpoint.reading import Folder
 from flagstone.checkpoint.save import Assets, Progress, Save, SaveOptions, SaveReport
 from flagstone.checkpoint.state import State
@@ -24,7 +25,6 @@ from flagstone.checkpoint.talk import in_words
 from flagstone.checkpoint.values import Frame, NumpyFrame, Values
 from flagstone.checkpoint.verify import VerifyReport
 from flagstone.checkpoint.world import World
-from flagstone.errors import LoadError
 from flagstone.storage import resolve
 
 Path = str | os.PathLike[str]
@@ -194,21 +194,28 @@ def verify(path: Path, *, progress: Callable[[int, int], None] | None = None) ->
     return verifying.verify(storage, folder, progress)
 
 
+class _Installed:
+    """torch tensors where torch is installed, else numpy arrays; torch is imported when the first one is made."""
+
+    def empty(self, dtype: str, shape: tuple[int, ...]) -> tuple[Any, Piece]:
+        return _frame("torch" if _has_torch() else "numpy").empty(dtype, shape)
+
+
 def _frame(framework: str | None = None) -> Frame:
     if framework is None:
-        framework = "torch" if sys.modules.get("torch") or _has_torch() else "numpy"
+        return _Installed()
     if framework == "numpy":
         return NumpyFrame()
     if framework == "torch":
         from flagstone.adapters.pytorch import TorchFrame
 
         return TorchFrame()
-    raise LoadError(f"framework is 'torch' or 'numpy', not {framework!r}")
+    raise ValueError(f"framework is 'torch' or 'numpy', not {framework!r}")
 
 
 def _has_torch() -> bool:
     try:
-        return find_spec("torch") is not None
+        return sys.modules.get("torch") is not None or find_spec("torch") is not None
     except ValueError:  # somebody has set sys.modules["torch"] to None, to keep it out
         return False
 

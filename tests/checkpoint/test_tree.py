@@ -63,7 +63,8 @@ hashables = st.recursive(
     lambda below: st.one_of(st.lists(below, max_size=3).map(tuple), st.frozensets(below, max_size=3)),
     max_leaves=4,
 )
-keys = st.one_of(st.sampled_from(["$", "v", "a.b", "", "0", 0, True, None, 1.5, (1, "a"), b"k"]), hashables)
+plain_keys = st.recursive(scalars, lambda below: st.lists(below, max_size=3).map(tuple), max_leaves=4)
+keys = st.one_of(st.sampled_from(["$", "v", "a.b", "", "0", 0, True, None, 1.5, (1, "a"), b"k"]), plain_keys)
 names = st.one_of(st.sampled_from(["$", "v", "a.b", "", "a", "b"]), st.text(max_size=5))
 values = st.recursive(
     st.one_of(scalars, st.binary(max_size=5).map(bytearray), st.sets(hashables, max_size=3), hashables),
@@ -73,7 +74,7 @@ values = st.recursive(
         st.dictionaries(names, below, max_size=4),
         st.dictionaries(keys, below, max_size=4),
         st.dictionaries(keys, below, max_size=4).map(OrderedDict),
-        st.dictionaries(hashables, st.integers(), max_size=4).map(Counter),
+        st.dictionaries(plain_keys, st.integers(), max_size=4).map(Counter),
     ),
     max_leaves=12,
 )
@@ -178,7 +179,7 @@ def test_a_string_that_is_no_unicode_is_refused_by_its_path(value, path):
 
 
 def test_a_key_that_is_not_plain_is_refused_even_where_a_value_would_be_taken():
-    with pytest.raises(SaveError, match=r"^x: a builtins\.object"):
+    with pytest.raises(SaveError, match=r"^x: the key <object object"):
         tree.encode({object(): 1}, "x", lambda value, path: {"$": "t"})
 
 

@@ -254,3 +254,23 @@ def test_many_files_have_an_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert torch.equal(load_file(tmp_path / "a" / index["weight_map"][key])[key], tensor)
     fs.verify(tmp_path / "a")
     assert torch.equal(fs.load(tmp_path / "a")["model"]["layer.7.weight"], state["layer.7.weight"])
+
+
+def test_a_crash_between_the_two_renames_of_a_replacement_is_mended_by_the_next_save(tmp_path: Path) -> None:
+    fs.save({"x": 1}, tmp_path / "a")
+    (tmp_path / "a").rename(tmp_path / f".a.flagstone-{'0' * 32}.old")  # no exchange here, and killed in between
+    fs.save({"x": 2}, tmp_path / "a", overwrite=True)
+    assert fs.load(tmp_path / "a") == {"x": 2}
+    assert [p.name for p in tmp_path.iterdir()] == ["a"]
+
+
+def test_a_key_called_tensors_and_tensors_at_the_top_live_side_by_side(tmp_path: Path) -> None:
+    fs.save({"tensors": {"a": torch.ones(2)}, "a": torch.zeros(3)}, tmp_path / "a")
+    state = fs.load(tmp_path / "a")
+    assert torch.equal(state["tensors"]["a"], torch.ones(2))
+    assert torch.equal(state["a"], torch.zeros(3))
+
+
+def test_keys_whose_names_differ_between_processes_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(fs.SaveError, match="frozenset"):
+        fs.save({"d": {frozenset({"a", "b"}): torch.ones(2)}}, tmp_path / "a")

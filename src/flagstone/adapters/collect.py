@@ -18,7 +18,7 @@ from flagstone.checkpoint.state import Entry, State
 from flagstone.errors import SaveError
 from flagstone.layout import DTYPES, Sharding, TensorSpec
 
-LOOSE = "tensors"  # the files of tensors that lie at the top of the state
+LOOSE = "tensors."  # the files of tensors at the top of the state; the dot goes, and sets it apart from a key "tensors"
 
 
 def is_stateful(value: Any) -> bool:

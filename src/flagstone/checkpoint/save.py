@@ -217,9 +217,9 @@ class Save:
 
     def _begin(self, outline: Outline) -> _Start:
         """Clean up after the dead, begin the folder, take its space."""
-        self._replaced = self._known_files()
         for name in self._storage.clean(self._folder):
             log.warning("removed what an interrupted save had left: %s", name)
+        self._replaced = self._known_files()
         token = secrets.token_hex(16)
         self._staging = self._storage.stage(self._folder, token, replace=self._options.overwrite)
         for layout in lay_out(outline.shared(tuple(range(self._world.size)))[0]):
@@ -366,9 +366,7 @@ class Save:
         """Write what describes the data: index files, assets, checksums, and last the manifest."""
         groups: dict[str, list[FileLayout]] = {}
         for layout in layouts:
-            groups.setdefault(layout.file.rsplit("-", 3)[0] if "-of-" in layout.file else layout.file, []).append(
-                layout
-            )
+            groups.setdefault(layout.group, []).append(layout)
         indices = dict(index_of(group) for group in groups.values() if len(group) > 1)
         files = [FileRecord(file, size) for file, size in sizes.items()]
         for name, content in itertools.chain(indices.items(), self._assets({*sizes, *indices})):

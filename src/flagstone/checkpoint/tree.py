@@ -263,7 +263,17 @@ def _encode_dict(value: dict[Any, Any], path: str, leaf: Callable[[Any, str], No
 
 
 def _pairs(value: dict[Any, Any], path: str, leaf: Callable[[Any, str], Node | None]) -> list[Node]:
+    for key in value:
+        if not _is_key(key):
+            raise SaveError(f"{path}: the key {key!r} of a dict is neither text nor number nor a tuple of these")
     return [[encode(k, path, _no_leaf), encode(v, join(path, k), leaf)] for k, v in value.items()]
+
+
+def _is_key(key: Any) -> bool:
+    """Whether a key's name is the same in every process: a frozenset's is not."""
+    if type(key) is tuple:
+        return all(_is_key(k) for k in key)
+    return key is None or type(key) in (str, int, float, bool, bytes, complex)
 
 
 def _no_leaf(value: Any, path: str) -> Node:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, NamedTuple
 
@@ -66,6 +66,7 @@ class FileLayout:
     header: bytes
     slots: tuple[Slot, ...]
     size: int
+    group: str = ""
 
 
 def lay_out(tensors: Iterable[TensorSpec], file_bytes: int = FILE_BYTES) -> list[FileLayout]:
@@ -78,7 +79,7 @@ def lay_out(tensors: Iterable[TensorSpec], file_bytes: int = FILE_BYTES) -> list
         volumes = _volumes(groups[group], file_bytes)
         for number, volume in enumerate(volumes, 1):
             numbered = f"-{number:05}-of-{len(volumes):05}" if len(volumes) > 1 else ""
-            layouts.append(lay_out_file(f"{name}{numbered}.safetensors", volume))
+            layouts.append(replace(lay_out_file(f"{name}{numbered}.safetensors", volume), group=group))
     return layouts
 
 
