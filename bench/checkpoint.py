@@ -7,6 +7,7 @@ of each repeat.
 from __future__ import annotations
 
 import argparse
+import gc
 import io
 import os
 import random
@@ -73,6 +74,7 @@ class Bench:
         self.times: dict[str, list[float]] = defaultdict(list)
         self.peaks: dict[str, list[float]] = defaultdict(list)
         self.buffers = [measure.huge(measure.CHUNK) for _ in range(2)]
+        self.base = 0  # bytes that the process has with its state, before anything is measured
 
     def barrier(self) -> None:
         if self.world > 1:
@@ -81,12 +83,12 @@ class Bench:
     def timed(self, name: str, work: Callable[[], Any], *, alone: bool = False) -> None:
         """Measure something that all ranks do, or that rank 0 does while the others wait."""
         self.barrier()
-        before = measure.reset_peak()
+        measure.reset_peak()
         began = time.perf_counter()
         if not alone or self.rank == 0:
             with quiet():
                 work()
-        seconds = torch.tensor([time.perf_counter() - began, float(measure.peak() - before)])
+        seconds = torch.tensor([time.perf_counter() - began, float(max(measure.peak() - self.base, 0))])
         if self.world > 1:
             dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
         self.times[name].append(seconds[0].item())
@@ -110,6 +112,8 @@ class Bench:
             if one
             else ([], [])
         )
+        gc.collect()
+        self.base = measure.reset_peak()
         for repeat in range(self.options.repeats + 1):
             if repeat == 1:  # the first was to warm up
                 self.times.clear()

@@ -41,7 +41,7 @@ def _small():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(buffers, "CHUNK", 4 * BLOCK)
         patch.setattr(buffers, "BUFFERS", 8)
-        patch.setattr(buffers, "THREADS", 2)
+        patch.setattr(buffers, "WRITERS", 2)
         patch.setattr(buffers, "POOL", Endless())
         patch.setattr(writing, "ROUND", ROUND)
         patch.setattr(writing, "RUN", BLOCK)
@@ -383,7 +383,7 @@ class NoLink(Link):
 
 def test_an_exchange_beside_many_chunks_does_not_take_all_buffers_and_wait_for_ever(monkeypatch):
     monkeypatch.setattr(buffers, "BUFFERS", 4)
-    monkeypatch.setattr(buffers, "THREADS", 3)
+    monkeypatch.setattr(buffers, "WRITERS", 3)
     pool = Fair()
     monkeypatch.setattr(buffers, "POOL", pool)
     specs = [TensorSpec("rows", "model", "rows", "float32", (2048, 1024))]

@@ -191,6 +191,45 @@ def test_a_resume_at_the_same_number_of_ranks_is_exact(world: int, ranks: Ranks,
     ranks.run(world, _resume_exactly, tmp_path / "a")
 
 
+def _mixed_precision(rank: int, world: int, path: Path) -> None:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    def build(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        model = _Mlp()
+        fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+        return model
+
+    model, other = build(0), build(1)
+    x = torch.rand(3, 16, generator=torch.Generator().manual_seed(0))
+    other(x)  # has compute copies of its own
+    fs.save({"model": model}, path)
+    fs.load(path, into={"model": other})
+    assert torch.equal(model(x), other(x))
+
+
+def test_right_after_a_load_forward_uses_what_was_loaded(ranks: Ranks, tmp_path: Path) -> None:
+    """R052: low-precision compute copies are not stale. R035: the float32 master is what is saved."""
+    ranks.run(2, _mixed_precision, tmp_path / "a")
+    assert fs.load(tmp_path / "a")["model"]["up.weight"].dtype == torch.float32
+
+
+def _first_generation(rank: int, world: int, path: Path) -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    model = FullyShardedDataParallel(_Mlp(), device_id=torch.device("cpu"))
+    with pytest.raises(fs.SaveError, match="FSDP1"):
+        fs.save({"model": model}, path)
+    fs.save({"model": {"w": torch.ones(2)}}, path)
+    with pytest.raises(fs.LoadError, match="FSDP1"):
+        fs.load(path, into={"model": model})
+
+
+def test_a_kind_of_sharding_that_is_not_supported_is_refused(ranks: Ranks, tmp_path: Path) -> None:
+    """R033: exact, or a typed error; never a folder without data."""
+    ranks.run(2, _first_generation, tmp_path / "a")
+
+
 class _Mlp(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -51,6 +51,8 @@ def _is_parallel(module: nn.Module | None) -> bool:
 
 def state_of(module: nn.Module) -> dict[str, tuple[str, Any]]:
     """The state dict of a module under fully qualified names; with each value its key in the state dict."""
+    if any(type(m).__name__ == "FullyShardedDataParallel" for m in module.modules()):
+        raise ValueError("FullyShardedDataParallel (FSDP1) is not supported; shard the model with fully_shard (FSDP2)")
     names = Names(module)
     state: dict[str, tuple[str, Any]] = {}
     for key, value in module.state_dict().items():

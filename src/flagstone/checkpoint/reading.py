@@ -443,7 +443,7 @@ class Reader:
             for chunk in chunks:  # threads would cost more than they bring
                 guarded(chunk)
         else:
-            with ThreadPoolExecutor(buffers.THREADS, thread_name_prefix="flagstone-read") as pool:
+            with ThreadPoolExecutor(buffers.READERS, thread_name_prefix="flagstone-read") as pool:
                 list(pool.map(guarded, chunks))
         if failed:
             raise failed[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from bisect import bisect_left
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -31,7 +32,7 @@ class Writer:
         self._lock = threading.Lock()
         self._files: dict[str, WriteFile] = {}
         self._extents: dict[str, list[Extent]] = defaultdict(list)
-        self._pool = ThreadPoolExecutor(buffers.THREADS, thread_name_prefix="flagstone-write")
+        self._pool = ThreadPoolExecutor(buffers.WRITERS, thread_name_prefix="flagstone-write")
         # What was exchanged must not wait behind all that was not: other ranks wait for the next round.
         self._round_pool = ThreadPoolExecutor(ROUNDS, thread_name_prefix="flagstone-round")
         self._pending: list[Future[None]] = []
@@ -142,7 +143,7 @@ class RankWriter:
         self._plans, self._pieces, self._world, self._writer = plans, pieces, world, writer
         self._seconds = seconds
         self._spare: deque[tuple[base.Bytes, Future[None] | None]] = deque()
-        self._edges: dict[tuple[int, int], list[tuple[Fragment, base.Bytes]]] = {}  # by file and block
+        self._edges: dict[int, list[tuple[Fragment, base.Bytes]]] = {}  # by file, in order
 
     def run(self) -> None:
         """Write everything. Only a rank that is gone raises here; other failures are the writer's."""
@@ -198,12 +199,12 @@ class RankWriter:
                         data = np.empty(fragment.nbytes, np.uint8)
                         self._pack(plan, fragment, data)
                         _place(plan, fragment, data, out, begin)
-        for block in range(begin - begin % BLOCK, end, BLOCK) if self._edges else ():
-            for fragment, data in self._edges.get((plan.number, block), ()):
-                if fragment.box is not None:
-                    _place(plan, fragment, data, out, begin)
-                else:
-                    out[fragment.begin - begin : fragment.end - begin] = data
+        edges = self._edges.get(plan.number, [])
+        for fragment, data in edges[bisect_left(edges, begin, key=_begin) : bisect_left(edges, end, key=_begin)]:
+            if fragment.box is not None:
+                _place(plan, fragment, data, out, begin)
+            else:
+                out[fragment.begin - begin : fragment.end - begin] = data
 
     def _pack(self, plan: FilePlan, fragment: Fragment, out: base.Bytes) -> None:
         """Copy what this rank holds of a fragment."""
@@ -230,10 +231,11 @@ class RankWriter:
         for peer, group in by_peer[False].items():
             at = 0
             for fragment in group:
-                block = fragment.begin - fragment.begin % BLOCK
                 data = receive[peer][at : at + fragment.nbytes]
-                self._edges.setdefault((fragment.file, block), []).append((fragment, data))
+                self._edges.setdefault(fragment.file, []).append((fragment, data))
                 at += fragment.nbytes
+        for edges in self._edges.values():
+            edges.sort(key=_begin)
 
     def _packed(self, fragments: Sequence[Fragment]) -> base.Bytes:
         message = np.zeros(sum(f.nbytes for f in fragments), np.uint8)
@@ -292,6 +294,10 @@ class RankWriter:
 def _order(fragment: Fragment) -> tuple[Any, ...]:
     part, box = fragment.part, fragment.box
     return (fragment.file, fragment.begin, part.offsets if part else (), box.offsets if box else ())
+
+
+def _begin(edge: tuple[Fragment, base.Bytes]) -> int:
+    return edge[0].begin
 
 
 def _bind(fill: Callable[..., None], plan: FilePlan) -> Callable[[int, int, base.Bytes], None]:

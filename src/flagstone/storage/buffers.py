@@ -15,9 +15,10 @@ import numpy as np
 
 from flagstone.storage.base import Bytes
 
-CHUNK = 8 << 20  # bytes of one buffer
-THREADS = 8  # so that some are at the disk while others are copied and hashed; more and smaller than a disk alone wants
-BUFFERS = 8  # one for each thread: 64 MiB, the budget of a save or a load
+CHUNK = 16 << 20  # bytes of one buffer: what a disk likes to be given at once
+WRITERS = 3  # threads of a save, of every rank: two at the disk while one copies and hashes
+READERS = 4  # threads of a load
+BUFFERS = 4  # 64 MiB: the budget of a save or a load
 _HUGE = 2 << 20
 
 

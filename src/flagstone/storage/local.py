@@ -322,7 +322,7 @@ class _Staged(Staging):
         aside = self._path
         if not _swap(self._path, self._folder):
             # No exchange here: two renames. A crash between them leaves the old one whole under its hidden name, from
-            # where the next save, or `flagstone clean`, brings it back.
+            # where the next save brings it back.
             aside = f"{self._path}.old"
             os.rename(self._folder, aside)
             try:
