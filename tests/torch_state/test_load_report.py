@@ -274,3 +274,25 @@ def test_a_key_called_tensors_and_tensors_at_the_top_live_side_by_side(tmp_path:
 def test_keys_whose_names_differ_between_processes_are_refused(tmp_path: Path) -> None:
     with pytest.raises(fs.SaveError, match="frozenset"):
         fs.save({"d": {frozenset({"a", "b"}): torch.ones(2)}}, tmp_path / "a")
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_of_two_jobs_that_save_to_one_path_one_wins_whole(overwrite: bool, tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    if overwrite:
+        fs.save({"who": "old"}, path)
+    other_saved = False
+
+    def meanwhile(done: int, total: int) -> None:
+        nonlocal other_saved
+        if not other_saved:
+            other_saved = True
+            fs.save({"m": {"w": torch.zeros(50_000)}, "who": "other"}, path, overwrite=overwrite)
+
+    state = {"m": {"w": torch.ones(50_000)}, "who": "this"}
+    with pytest.raises(fs.SaveError, match=r"appeared (there )?meanwhile"):
+        fs.save(state, path, overwrite=overwrite, progress=meanwhile)
+    assert fs.load(path)["who"] == "other"
+    assert not bool(fs.load(path)["m"]["w"].any())
+    fs.verify(path)
+    assert [p.name for p in tmp_path.iterdir()] == ["a"]

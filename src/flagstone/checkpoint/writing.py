@@ -13,7 +13,7 @@ import numpy as np
 
 from flagstone.checkpoint.manifest import RUN, Extent, run_digest
 from flagstone.checkpoint.piece import Piece, words
-from flagstone.checkpoint.placement import FilePlan, Fragment
+from flagstone.checkpoint.placement import FilePlan, Fragment, needs_link
 from flagstone.checkpoint.world import World
 from flagstone.layout import BLOCK, DTYPES, Span, box_span
 from flagstone.storage import Staging, WriteFile, base, buffers
@@ -147,7 +147,7 @@ class RankWriter:
 
     def run(self) -> None:
         """Write everything. Only a rank that is gone raises here; other failures are the writer's."""
-        if self._world.size > 1 and any(p.is_exchanged for p in self._plans):
+        if self._world.size > 1 and needs_link(self._plans):
             self._exchange_edges()
         for plan in self._plans:
             for begin, end in self._ranges(plan):

@@ -278,8 +278,11 @@ class _Staged(Staging):
             return
         try:
             names = os.listdir(self._folder)
+            now = os.stat(self._folder)
         except FileNotFoundError:
             return  # removed meanwhile
+        if not os.path.samestat(now, os.fstat(self._old)):
+            raise FileExistsError(errno.EEXIST, "another folder appeared meanwhile", self._folder)
         for name in names:
             if name in exclude:
                 continue
