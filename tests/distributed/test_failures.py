@@ -294,3 +294,43 @@ def test_killed_at_any_point_there_is_the_old_or_the_new(victim: int, own_ranks:
     assert results == [None, None]
     assert killed >= 3
     assert os.listdir(tmp_path) == ["a"]
+
+
+def _load_damaged(rank: int, world: int, path: Path) -> tuple[bool, tuple[str, ...]]:
+    target = _state(rank, world, 0.0)
+    try:
+        fs.load(path, into=target)
+    except fs.DamagedError as error:
+        return bool(target["plain"].any()), error.overwritten
+    raise AssertionError("damage was not found")
+
+
+def test_every_rank_is_told_what_was_overwritten_on_it(ranks: Ranks, tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    ranks.run(2, _save_state, path)
+    with fs.open(path) as checkpoint:
+        place = checkpoint.place("m.rows")
+    with (path / place.file).open("r+b") as file:  # in what rank 1 alone reads
+        file.seek(place.begin + place.nbytes * 3 // 4)
+        file.write(b"\x77")
+    for changed, overwritten in ranks.run(2, _load_damaged, path):
+        assert changed == ("plain" in overwritten)
+    assert ranks.run(2, _load_damaged, path)[0][1]  # rank 0 met no damage, and has changed its tensors
+
+
+class _Strange(torch.nn.Linear):
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        raise KeyError("a strange module")
+
+
+def _load_strange(rank: int, world: int, path: Path) -> None:
+    model = _Strange(2, 2) if rank else torch.nn.Linear(2, 2)
+    fs.load(path, into={"model": model}, timeout=20.0)
+
+
+def test_any_exception_of_one_rank_is_the_error_on_all(ranks: Ranks, tmp_path: Path) -> None:
+    fs.save({"model": torch.nn.Linear(2, 2)}, tmp_path / "a")
+    errors = ranks.run(2, _load_strange, tmp_path / "a", catch=True)
+    assert [type(e) for e in errors] == [fs.LoadError] * 2, errors
+    assert str(errors[0]) == str(errors[1])
+    assert "rank 1: KeyError: 'a strange module'" in str(errors[0])

@@ -296,3 +296,21 @@ def test_of_two_jobs_that_save_to_one_path_one_wins_whole(overwrite: bool, tmp_p
     assert not bool(fs.load(path)["m"]["w"].any())
     fs.verify(path)
     assert [p.name for p in tmp_path.iterdir()] == ["a"]
+
+
+@pytest.mark.parametrize("excluded", ["m.a", "m.b"])
+def test_of_two_names_of_one_tensor_either_may_be_left_out(excluded: str, tmp_path: Path) -> None:
+    fs.save({"m": {"a": torch.ones(3), "b": torch.full((3,), 2.0)}}, tmp_path / "a")
+    tied = torch.zeros(3)
+    report = fs.load(tmp_path / "a", into={"m": {"a": tied, "b": tied}}, exclude=excluded)
+    assert torch.equal(tied, torch.full((3,), 2.0 if excluded == "m.a" else 1.0))
+    assert report.loaded == ["m.b" if excluded == "m.a" else "m.a"]
+
+
+def test_a_tied_tensor_comes_from_whichever_name_the_checkpoint_has(tmp_path: Path) -> None:
+    fs.save({"m": {"b": torch.ones(3)}}, tmp_path / "a")
+    tied = torch.zeros(3)
+    fs.load(tmp_path / "a", into={"m": {"a": tied, "b": tied}})
+    assert torch.equal(tied, torch.ones(3))
+    with pytest.raises(fs.LoadError, match=r"m\.x: missing"):
+        fs.load(tmp_path / "a", into={"m": {"x": tied, "y": tied}})

@@ -183,7 +183,7 @@ def fill(
                 if damage:
                     shown = "; ".join(map(str, damage[:8]))
                     raise DamagedError(f"{path} is damaged: {shown}; nothing of the target was changed", tuple(damage))
-        except (LoadError, OSError, ValueError, TypeError) as error:
+        except Exception as error:  # whatever it is, the other ranks wait for a word
             failure = error
         _together(world, f"{topic}/plan", failure, timeout, path)
         assert opened is not None
@@ -193,7 +193,8 @@ def fill(
                 step()
         except Exception as error:
             failure = error
-        _together(world, f"{topic}/done", failure, timeout, path)
+        touched = tuple(dict.fromkeys(w.place.name for w in wants if w.touched))
+        _together(world, f"{topic}/done", failure, timeout, path, touched)
     finally:
         if opened is not None:
             opened.close()
@@ -215,8 +216,10 @@ class _Ruling(Ruling):
     damaged: bool = False
 
 
-def _together(world: World, topic: str, failure: Exception | None, timeout: float, path: str) -> None:
-    """Raise one error on all ranks when any has one."""
+def _together(
+    world: World, topic: str, failure: Exception | None, timeout: float, path: str, touched: tuple[str, ...] = ()
+) -> None:
+    """Raise one error on all ranks when any has one; ``touched`` is what this rank has overwritten by then."""
     if world.size == 1:
         if failure is None:
             return
@@ -233,8 +236,8 @@ def _together(world: World, topic: str, failure: Exception | None, timeout: floa
     ruling = settle(world, topic, word, judge, _Ruling, timeout)
     if ruling.error:
         if ruling.damaged:
-            own = failure if isinstance(failure, DamagedError) else DamagedError("")
-            raise DamagedError(ruling.error, own.damage, own.overwritten) from failure
+            damage = failure.damage if isinstance(failure, DamagedError) else ()
+            raise DamagedError(ruling.error, damage, touched) from failure
         raise LoadError(ruling.error) from failure
 
 
@@ -245,9 +248,15 @@ def _match(
     problems = list(target.problems)
     missing = list(target.missing)
     plan: list[tuple[Wanted, TensorRecord]] = []
-    for name, wanted in target.wanted.items():
-        if not view.keeps(name):
+    names: dict[str, list[str]] = {name: [name] for name in target.wanted}
+    for name, first in target.ties.items():
+        names[first].append(name)
+    for first, wanted in target.wanted.items():
+        kept = [n for n in names[first] if view.keeps(n)]
+        if not kept:
             continue
+        # One tensor of several names comes from whichever of them the checkpoint has.
+        name = next((n for n in kept if view.record(n) is not None), kept[0])
         record = view.record(name)
         if record is None:
             there = view.leaves.get(name)
@@ -265,11 +274,8 @@ def _match(
                 f"{name} is {record.dtype} in the checkpoint, {wanted.dtype} in the target; cast=True converts"
             )
         else:
-            plan.append((wanted, record))
+            plan.append((wanted._replace(name=name), record))
     problems += _untied(view, target)
-    for name, first in target.ties.items():
-        if view.record(name) is None and view.keeps(name) and view.record(first) is None:
-            missing.append(name)
     asked = {*target.wanted, *target.values, *target.ties}
     under = {n for path in target.strict for n in view.below(path)}
     others = [n for n in view.leaves if n not in asked and not _below_any(n, asked)]
