@@ -3,6 +3,7 @@
 from flagstone.layout.box import Box, Span, box_span, box_spans, intersect, span_boxes
 from flagstone.layout.dtypes import DTYPES, DType
 from flagstone.layout.files import BLOCK, FileLayout, Slot, TensorSpec, index_of, lay_out, lay_out_file
+from flagstone.layout.flat import FlatLayout, Place, overlap
 from flagstone.layout.sharding import Sharding
 
 __all__ = [
@@ -11,6 +12,8 @@ __all__ = [
     "Box",
     "DType",
     "FileLayout",
+    "FlatLayout",
+    "Place",
     "Sharding",
     "Slot",
     "Span",
@@ -21,5 +24,6 @@ __all__ = [
     "intersect",
     "lay_out",
     "lay_out_file",
+    "overlap",
     "span_boxes",
 ]
