@@ -1,0 +1,101 @@
+"""What the engine asks of the ranks: three verbs, and an order of reading and writing weights.
+
+    gather      the whole of a stream's weights, from each rank's part
+    reduce      each rank's part of the sum of all ranks' gradients
+    all_reduce  the sum of small tensors, or of replicas' parts
+
+Each verb that takes its time returns a ticket. ``finish`` waits until its result is there, ``release`` until nobody uses
+the buffers that were given any more. All ranks call the same verbs in the same order.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from flagstone.layout import Span
+
+if TYPE_CHECKING:
+    from flagstone.sharding.stream import Stream
+
+
+class Ticket:
+    """Something that was begun. This one is done."""
+
+    def finish(self) -> None:
+        """Wait for the result."""
+
+    def release(self) -> None:
+        """Wait until the buffers may be used for something else."""
+
+
+DONE = Ticket()
+
+
+class Comm(ABC):
+    """The ranks that a parameter is divided over.
+
+    Attributes:
+        size: their number.
+        index: this one's.
+        shares_weights: whether all ranks compute with the same memory, so that a gather moves nothing.
+        timeout: seconds to wait for another rank.
+    """
+
+    size: int
+    index: int
+    shares_weights = False
+    timeout: float = 600.0
+    exposed = 0.0  # seconds that forward and backward stood still for other ranks
+
+    def weights(self, stream: Stream) -> tuple[Tensor, Tensor]:
+        """Memory for the whole of a stream, and for this rank's part of it. The whole may be empty: a slot has it then."""
+        source = torch.zeros(stream.span.length, dtype=stream.compute_dtype, device=stream.device)
+        return source.new_empty(0), source
+
+    def buffers(self, nbytes: int, device: torch.device) -> list[Tensor]:
+        """A buffer for gradients; each rank's, where memory is shared."""
+        return [torch.zeros(nbytes, dtype=torch.uint8, device=device)]
+
+    def begin(self, streams: Sequence[Stream]) -> None:
+        """These are the streams from now on; all ranks have the same."""
+
+    def read_weights(self) -> None:
+        """This rank has written its weights, and is going to read."""
+
+    def write_weights(self) -> None:
+        """Wait until this rank's weights may be changed: nobody reads them any more."""
+
+    @abstractmethod
+    def gather(self, stream: Stream) -> Ticket: ...
+
+    @abstractmethod
+    def reduce(self, stream: Stream, used: Sequence[bool]) -> Ticket: ...
+
+    def end_backward(self, streams: Sequence[Stream]) -> None:
+        """This rank reduces nothing more in this backward; take part in what others still do."""
+
+    def recover(self, streams: Sequence[Stream]) -> None:
+        """Forget what an exception has left undone."""
+
+    @abstractmethod
+    def all_reduce(self, values: Tensor, what: str, maximum: bool = False) -> Tensor:
+        """The sum over ranks, in their order, or the maximum. The same bits on every rank."""
+
+    @abstractmethod
+    def gather_flat(self, part: Tensor, spans: Sequence[Span], what: str) -> Tensor:
+        """The whole of a flat tensor of which each rank has a span: a new one."""
+
+
+def in_order(parts: Tensor, maximum: bool = False) -> Tensor:
+    """The sum, or the maximum, over the first dimension, which is the ranks: always in their order."""
+    if maximum:
+        return parts.amax(0)
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total += part
+    return total
