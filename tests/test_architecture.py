@@ -13,7 +13,7 @@ import flagstone
 ROOT = Path(flagstone.__file__).parent
 
 # From the bottom to the top. A part imports itself and what stands before it.
-ORDER = ["errors", "layout", "storage", "checkpoint", "adapters", "api", "cli"]
+ORDER = ["errors", "layout", "storage", "checkpoint", "adapters", "flat", "sharding", "api", "cli"]
 FACE = {"flagstone", "flagstone.__main__"}  # stands above all
 
 # What else each part may import, besides the standard library.
@@ -23,6 +23,8 @@ THIRD = {
     "storage": {"numpy"},
     "checkpoint": {"numpy", "msgspec", "xxhash", "ml_dtypes"},
     "adapters": {"numpy", "msgspec", "torch"},
+    "flat": {"torch"},
+    "sharding": {"numpy", "torch"},
     "api": {"msgspec"},
     "cli": {"numpy", "msgspec", "rich", "typer", "torch"},
 }

@@ -27,12 +27,51 @@ if TYPE_CHECKING:
         save,
         verify,
     )
+    from flagstone.flat.places import (
+        FlatViews,
+        ParameterPlace,
+        copy_to,
+        dematerialize,
+        materialize,
+        numel_of,
+        place_of,
+        places_of,
+    )
+    from flagstone.sharding import (
+        MixedPrecision,
+        RankError,
+        ShardedModule,
+        ShardedTensor,
+        clip_grad_norm_,
+        fully_shard,
+        memory_report,
+        register_forward_method,
+        sharding_stats,
+    )
 
 __version__ = "0.1.0"
 
 # Loaded when first used: `import flagstone` needs neither torch nor numpy.
 _HOMES = {
     "per_rank": "flagstone.adapters.per_rank",
+    **dict.fromkeys(
+        ("FlatViews", "ParameterPlace", "copy_to", "dematerialize", "materialize", "numel_of", "place_of", "places_of"),
+        "flagstone.flat.places",
+    ),
+    **dict.fromkeys(
+        (
+            "MixedPrecision",
+            "RankError",
+            "ShardedModule",
+            "ShardedTensor",
+            "clip_grad_norm_",
+            "fully_shard",
+            "memory_report",
+            "register_forward_method",
+            "sharding_stats",
+        ),
+        "flagstone.sharding",
+    ),
     "rng_state": "flagstone.adapters.random_state",
     "set_rng_state": "flagstone.adapters.random_state",
     **dict.fromkeys(
@@ -47,18 +86,35 @@ __all__ = [
     "DamagedError",
     "FlagstoneError",
     "FlagstoneWarning",
+    "FlatViews",
     "LazyTensor",
     "LoadError",
     "LoadReport",
+    "MixedPrecision",
+    "ParameterPlace",
+    "RankError",
     "SaveError",
     "SaveReport",
+    "ShardedModule",
+    "ShardedTensor",
     "VerifyReport",
+    "clip_grad_norm_",
+    "copy_to",
+    "dematerialize",
+    "fully_shard",
     "load",
+    "materialize",
+    "memory_report",
+    "numel_of",
     "open",
     "per_rank",
+    "place_of",
+    "places_of",
+    "register_forward_method",
     "rng_state",
     "save",
     "set_rng_state",
+    "sharding_stats",
     "verify",
 ]
 

@@ -249,7 +249,7 @@ class Collector:
             return {name: self._encode(value, tree.join(path, name)) for name, (_, value) in state.items()}
 
     def _optimizer(self, optimizer: Any, path: str) -> tree.Node:
-        from flagstone.adapters.pytorch import is_dtensor
+        from flagstone.adapters.pytorch import is_distributed, is_sharded
 
         try:
             names = optimizer_names(optimizer, path, self._table)
@@ -266,10 +266,10 @@ class Collector:
             if name is None:
                 raise SaveError(f"{path}: the optimizer has state for something that is in none of its groups")
             at = tree.join(path, f"state.{name}")
-            sharded = is_dtensor(parameter) and any(not p.is_replicate() for p in parameter.placements)
+            sharded = is_sharded(parameter)
             state[name] = {}
             for key, item in items.items():
-                if sharded and is_tensor(item) and not is_dtensor(item) and item.ndim:
+                if sharded and is_tensor(item) and not is_distributed(item) and item.ndim:
                     item = per_rank(item)  # made from this rank's shard: nobody else can have it
                 with self._in_group(_state_group(path, at, name)):
                     state[name][str(key)] = self._encode(item, tree.join(at, key))

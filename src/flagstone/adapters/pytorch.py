@@ -1,8 +1,9 @@
-"""torch tensors as bytes: plain ones of any device and strides, and DTensors."""
+"""torch tensors as bytes: plain ones of any device and strides, DTensors, and our own sharded ones."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
 from math import prod
 from typing import Any, NamedTuple
 
@@ -100,8 +101,11 @@ class Described(NamedTuple):
     identity: Hashable
 
 
-def describe(tensor: torch.Tensor, ranks: Mapping[int, int] | None) -> Described:
+def describe(tensor: torch.Tensor, ranks: Mapping[int, int] | None, *, write: bool = False) -> Described:
     """What a tensor is. ``ranks`` maps the ranks of the world to those of the group at work.
+
+    Args:
+        write: whether its memory is going to be written to.
 
     Raises:
         Unfit: it is of a kind that cannot be saved or filled.
@@ -113,6 +117,9 @@ def describe(tensor: torch.Tensor, ranks: Mapping[int, int] | None) -> Described
         if hasattr(local, "wait"):
             local = local.wait()
         sharding = sharding_of(tensor, ranks)
+    elif is_flat(tensor):
+        local = tensor.to_local() if write else tensor.local  # type: ignore[attr-defined]
+        sharding = _flat_sharding(tensor, ranks)
     if local.layout != torch.strided or local.is_quantized or local.is_nested:
         raise Unfit(f"a tensor of layout {local.layout} cannot be saved or filled; save its parts")
     if local.device.type == "meta":
@@ -124,7 +131,8 @@ def describe(tensor: torch.Tensor, ranks: Mapping[int, int] | None) -> Described
     if local.is_conj() or local.is_neg():
         local = local.resolve_conj().resolve_neg()
     storage = local.untyped_storage()._cdata
-    identity = (storage, local.storage_offset(), tuple(local.shape), local.stride(), local.dtype, shape, sharding)
+    offset = tensor.placement.offset if is_flat(tensor) else local.storage_offset()  # type: ignore[attr-defined]
+    identity = (storage, offset, tuple(local.shape), local.stride(), local.dtype, shape, sharding)
     return Described(NAMES[local.dtype], shape, sharding, local, identity)
 
 
@@ -133,12 +141,37 @@ def is_dtensor(tensor: torch.Tensor) -> bool:
     return hasattr(tensor, "device_mesh") and hasattr(tensor, "placements")
 
 
+def is_flat(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a span of a flat one: a ``ShardedTensor``, of a part of this library above this one."""
+    return hasattr(type(tensor), "flagstone_sharding")
+
+
+def is_distributed(tensor: torch.Tensor) -> bool:
+    return is_dtensor(tensor) or is_flat(tensor)
+
+
+def is_sharded(tensor: Any) -> bool:
+    """Whether this rank may have a part only."""
+    return is_flat(tensor) or (is_dtensor(tensor) and any(not p.is_replicate() for p in tensor.placements))
+
+
+def _flat_sharding(tensor: Any, ranks: Mapping[int, int] | None) -> Sharding:
+    found: Sharding = tensor.flagstone_sharding
+    if ranks is None:
+        return found
+    return replace(found, ranks=_members(found.ranks, ranks))
+
+
+def _members(world: Sequence[int], ranks: Mapping[int, int]) -> tuple[int, ...]:
+    if any(r not in ranks for r in world):
+        raise Unfit(f"its mesh has ranks {list(world[:16])}, which are not all in the group that saves or loads")
+    return tuple(ranks[r] for r in world)
+
+
 def sharding_of(tensor: Any, ranks: Mapping[int, int] | None) -> Sharding:
     """How a DTensor is divided. Raises Unfit for partial sums, and for ranks outside of the group."""
     mesh, placements, shape = tensor.device_mesh, tensor.placements, tuple(tensor.shape)
     world = mesh.mesh.flatten().tolist()
-    if ranks is not None and any(r not in ranks for r in world):
-        raise Unfit(f"its mesh has ranks {world[:16]}, which are not all in the group that saves or loads")
     extents = tuple(mesh.mesh.shape)
     order: list[tuple[int, int]] = []  # as cut; built from the last mesh dimension to the first
     for mesh_dim, placement in reversed(list(enumerate(placements))):
@@ -157,7 +190,7 @@ def sharding_of(tensor: Any, ranks: Mapping[int, int] | None) -> Sharding:
         if before != factor:
             raise Unfit(f"it has the placements {placements}, whose order of cuts is not to be told")
         order.insert(at, (mesh_dim, dim))
-    members = tuple(ranks[r] for r in world) if ranks is not None else tuple(world)
+    members = _members(world, ranks) if ranks is not None else tuple(world)
     sharding = Sharding(extents, members, tuple(order))
     if mesh.get_coordinate() is not None:
         me = world[_flat_index(mesh.get_coordinate(), extents)]

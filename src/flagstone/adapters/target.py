@@ -141,7 +141,7 @@ class Targeter:
         from flagstone.adapters.pytorch import TorchPiece, Unfit, describe
 
         try:
-            found = describe(tensor, self._ranks)
+            found = describe(tensor, self._ranks, write=True)
         except Unfit as error:
             self.target.problems.append(f"{path}: {error}")
             return
@@ -155,9 +155,9 @@ class Targeter:
         self._kept.append(local)
         name = name or path
         if not self._tie(found.identity, name):
-            box = None if found.sharding is None else found.sharding.box(found.shape, self._rank)
-            piece = TorchPiece(local) if found.sharding is None or box is not None else None
-            self.target.wanted[name] = Wanted(name, found.dtype, found.shape, box, piece)
+            region = None if found.sharding is None else found.sharding.region(found.shape, self._rank)
+            piece = TorchPiece(local) if found.sharding is None or region is not None else None
+            self.target.wanted[name] = Wanted(name, found.dtype, found.shape, region, piece)
 
     # What holds tensors.
 
@@ -239,7 +239,7 @@ class Targeter:
 
     def _state(self, optimizer: Any, parameter: Any, group: Any, saved: str, items: tree.Node) -> dict[str, Any]:
         """The state of one parameter, its tensors wanted: those that are there already, or new ones."""
-        from flagstone.adapters.pytorch import is_dtensor
+        from flagstone.adapters.pytorch import is_distributed
 
         current = optimizer.state.get(parameter, {})
         state: dict[str, Any] = {}
@@ -274,7 +274,7 @@ class Targeter:
             there = current.get(key)
             if not (is_tensor(there) and _fits(there, record)):
                 there = _like(parameter, record, on_device=key != "step" or _steps_on_device(group))
-            elif is_dtensor(there) != is_dtensor(parameter) and there.ndim:
+            elif is_distributed(there) != is_distributed(parameter) and there.ndim:
                 there = _like(parameter, record, on_device=True)
             state[key] = there
             self._tensor(there, name)

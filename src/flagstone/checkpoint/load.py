@@ -22,7 +22,7 @@ from flagstone.checkpoint.talk import Ruling, in_words, merged, settle
 from flagstone.checkpoint.values import Frame, Values
 from flagstone.checkpoint.world import World
 from flagstone.errors import DamagedError, FlagstoneWarning, LoadError
-from flagstone.layout import Box
+from flagstone.layout import Box, Span
 
 log = logging.getLogger("flagstone")
 
@@ -31,12 +31,12 @@ Rename = Mapping[str, str] | Iterable[tuple[str, str]] | Callable[[str], str] | 
 
 
 class Wanted(NamedTuple):
-    """A tensor of the target: the whole tensor's dtype and shape, the box that this rank has, and its memory."""
+    """A tensor of the target: the whole tensor's dtype and shape, which part this rank has, and its memory."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    box: Box | None
+    region: Box | Span | None
     piece: Piece | None
 
 
@@ -298,7 +298,7 @@ def _match(
                 except LoadError as error:
                     problems.append(f"{wanted.name}: {error}")
                     continue
-            wants.append(Want(folder.place(view.leaves[wanted.name][0]), piece, wanted.box))
+            wants.append(Want(folder.place(view.leaves[wanted.name][0]), piece, wanted.region))
         wants += target.fresh
         problems += map(str, folder.faults({w.place.file for w in wants}))
     if problems:

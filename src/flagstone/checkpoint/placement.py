@@ -15,7 +15,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from flagstone.layout import BLOCK, DTYPES, Box, FileLayout, Sharding, Slot, Span, box_span, intersect, span_boxes
+from flagstone.layout import BLOCK, DTYPES, Box, FileLayout, Sharding, Slot, Span, intersect, span_boxes
 
 
 class Stretch(NamedTuple):
@@ -93,8 +93,7 @@ class FilePlan:
             if extent.kind == "rows":
                 slot = self.layout.slots[extent.low]
                 size = DTYPES[slot.dtype].size
-                box = extent.sharding.box(slot.shape, rank)
-                span = box_span(box, slot.shape) if box is not None else None
+                span = extent.sharding.span(slot.shape, rank)
                 if span is None:
                     continue
                 _, holders = extent.sharding.locate(slot.shape, span.start)

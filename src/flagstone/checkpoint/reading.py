@@ -245,16 +245,19 @@ class Want:
 
     __slots__ = ("_lock", "_size", "box", "flat", "piece", "place", "received", "start", "stop", "touched")
 
-    def __init__(self, place: Place, piece: Piece, box: Box | None = None) -> None:
+    def __init__(self, place: Place, piece: Piece, region: Box | Span | None = None) -> None:
         self.place, self.piece = place, piece
-        self.box = box
+        self.box = region if isinstance(region, Box) else None
         self._size = DTYPES[place.dtype].size
         self._lock = threading.Lock()
         self.received = 0  # bytes
         self.touched = False
-        if box is None:
+        if region is None:
             self.start, self.stop = 0, place.nbytes
+        elif isinstance(region, Span):
+            self.start, self.stop = region.start * self._size, region.stop * self._size
         else:
+            box = region
             span = box_span(box, place.shape)
             if span is not None or box.numel == 0:
                 self.box = None

@@ -56,7 +56,7 @@ class Outline(msgspec.Struct):
 
     tree: Any
     tensors: list[tuple[str, str, str, str, tuple[int, ...], int]]  # a TensorSpec and the number of its sharding, or -1
-    shardings: list[tuple[tuple[int, ...], tuple[int, ...], tuple[tuple[int, int], ...]]]
+    shardings: list[tuple[tuple[int, ...], tuple[int, ...], tuple[tuple[int, int], ...], tuple[int, ...]]]
     aliases: dict[str, str]
 
     @classmethod
@@ -66,7 +66,7 @@ class Outline(msgspec.Struct):
         for spec, sharding, _, _ in state.entries.values():
             number = -1 if sharding is None else numbers.setdefault(sharding, len(numbers))
             tensors.append((*spec, number))
-        return cls(state.tree, tensors, [(s.mesh, s.ranks, s.splits) for s in numbers], state.aliases)
+        return cls(state.tree, tensors, [(s.mesh, s.ranks, s.splits, s.cuts) for s in numbers], state.aliases)
 
     def shared(self, everyone: tuple[int, ...]) -> tuple[list[TensorSpec], dict[str, Sharding]]:
         """The tensors, and how each is divided; the plain ones are on all ranks."""
@@ -126,7 +126,7 @@ def unite(outlines: Mapping[tuple[int, ...], Outline]) -> Outline:
     for spec, sharding in tensors.values():
         owners = sharding or Sharding.replicated(tuple(sorted(where[spec.name])))
         rows.append((*spec, numbers.setdefault(owners, len(numbers))))
-    return Outline(values, rows, [(s.mesh, s.ranks, s.splits) for s in numbers], aliases)
+    return Outline(values, rows, [(s.mesh, s.ranks, s.splits, s.cuts) for s in numbers], aliases)
 
 
 _APART: Any = object()
@@ -145,9 +145,9 @@ def _joined(a: Sharding | None, b: Sharding | None) -> Sharding | None:
     alike = (
         a == b or (a.mesh == b.mesh and a.splits == b.splits) or (a.mesh == (copies, *b.mesh) and a.splits == splits)
     )
-    if not alike or set(a.ranks) & set(b.ranks):
+    if not alike or a.cuts != b.cuts or set(a.ranks) & set(b.ranks):
         return _APART
-    return Sharding((copies + 1, *b.mesh), a.ranks + b.ranks, splits)
+    return Sharding((copies + 1, *b.mesh), a.ranks + b.ranks, splits, b.cuts)
 
 
 def _describe(spec: TensorSpec, sharding: Sharding | None) -> str:

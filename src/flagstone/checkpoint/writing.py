@@ -182,14 +182,12 @@ class RankWriter:
             if not sharding.splits:
                 _copy(piece, low - slot.begin, out[low - begin : high - begin])
                 continue
-            box = sharding.box(slot.shape, rank)
-            if box is None or not box.numel:
-                continue
             if sharding.is_contiguous(slot.shape):
-                span = box_span(box, slot.shape)
-                assert span is not None
+                span = sharding.span(slot.shape, rank)
+                if span is None:
+                    continue
                 start = slot.begin + span.start * DTYPES[slot.dtype].size
-                low, high = max(low, start), min(high, start + box.numel * DTYPES[slot.dtype].size)
+                low, high = max(low, start), min(high, start + span.length * DTYPES[slot.dtype].size)
                 if low < high:
                     _copy(piece, low - start, out[low - begin : high - begin])
             else:

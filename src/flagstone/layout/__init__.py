@@ -4,11 +4,12 @@ from flagstone.layout.box import Box, Span, box_span, box_spans, intersect, span
 from flagstone.layout.dtypes import DTYPES, DType
 from flagstone.layout.files import BLOCK, FileLayout, Slot, TensorSpec, index_of, lay_out, lay_out_file
 from flagstone.layout.flat import FlatLayout, Place, overlap
-from flagstone.layout.sharding import Sharding
+from flagstone.layout.sharding import FLAT, Sharding
 
 __all__ = [
     "BLOCK",
     "DTYPES",
+    "FLAT",
     "Box",
     "DType",
     "FileLayout",

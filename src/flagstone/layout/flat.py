@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 from typing import NamedTuple
 
@@ -81,7 +82,7 @@ class FlatLayout:
             edges = [p.offset for p in self.places] + [self.numel]
             even = [i * self.numel / world for i in range(world + 1)]
             cuts = [min(edges, key=lambda edge: abs(edge - cut)) for cut in even]
-        return tuple(Span(a, b - a) for a, b in zip(cuts, cuts[1:], strict=False))
+        return tuple(Span(a, b - a) for a, b in pairwise(cuts))
 
     def inside(self, span: Span) -> Iterator[tuple[Place, Span]]:
         """The parts of parameters that a span of the buffer holds: each with its span in its parameter."""

@@ -4,15 +4,15 @@
     reduce      each rank's part of the sum of all ranks' gradients
     all_reduce  the sum of small tensors, or of replicas' parts
 
-Each verb that takes its time returns a ticket. ``finish`` waits until its result is there, ``release`` until nobody uses
-the buffers that were given any more. All ranks call the same verbs in the same order.
+What takes its time returns a ticket: ``finish`` waits until its result is there, ``release`` until nobody uses the
+buffers that were given any more. All ranks call the same verbs in the same order.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -53,7 +53,7 @@ class Comm(ABC):
     exposed = 0.0  # seconds that forward and backward stood still for other ranks
 
     def weights(self, stream: Stream) -> tuple[Tensor, Tensor]:
-        """Memory for the whole of a stream, and for this rank's part of it. The whole may be empty: a slot has it then."""
+        """Memory for the whole of a stream, or none where a slot is going to have it; and for this rank's part."""
         source = torch.zeros(stream.span.length, dtype=stream.compute_dtype, device=stream.device)
         return source.new_empty(0), source
 
@@ -61,13 +61,13 @@ class Comm(ABC):
         """A buffer for gradients; each rank's, where memory is shared."""
         return [torch.zeros(nbytes, dtype=torch.uint8, device=device)]
 
-    def begin(self, streams: Sequence[Stream]) -> None:
+    def begin(self, streams: Sequence[Stream]) -> None:  # noqa: B027
         """These are the streams from now on; all ranks have the same."""
 
-    def read_weights(self) -> None:
+    def read_weights(self) -> None:  # noqa: B027
         """This rank has written its weights, and is going to read."""
 
-    def write_weights(self) -> None:
+    def write_weights(self) -> None:  # noqa: B027
         """Wait until this rank's weights may be changed: nobody reads them any more."""
 
     @abstractmethod
@@ -76,10 +76,10 @@ class Comm(ABC):
     @abstractmethod
     def reduce(self, stream: Stream, used: Sequence[bool]) -> Ticket: ...
 
-    def end_backward(self, streams: Sequence[Stream]) -> None:
+    def end_backward(self, streams: Sequence[Stream]) -> None:  # noqa: B027
         """This rank reduces nothing more in this backward; take part in what others still do."""
 
-    def recover(self, streams: Sequence[Stream]) -> None:
+    def recover(self, streams: Sequence[Stream]) -> None:  # noqa: B027
         """Forget what an exception has left undone."""
 
     @abstractmethod

@@ -11,11 +11,10 @@ optimizer step          the first write waits until no rank reads weights
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from flagstone.errors import FlagstoneError
 from flagstone.flat.places import ParameterPlace
@@ -58,7 +57,7 @@ class Engine:
         self.in_backward = False
         self._units: list[weakref.ref[Unit]] = []
         self._is_ready = False
-        self._slots: list[Slot] = []
+        self.slots: list[Slot] = []
         self._flags_changed = False  # some requires_grad
         self._reducing: list[tuple[Stream, Ticket]] = []
         self._order: list[weakref.ref[Unit]] = []  # of this forward
@@ -129,11 +128,12 @@ class Engine:
         def around(unit: Unit) -> Sequence[Unit]:
             return above.get(unit, ())
 
-        self._slots = []
+        self.slots = []
         if not self.comm.shares_weights:
             shared = [(s, s.nbytes) for s in streams if not s.resident and s.unit.reshard_after_forward]
-            weights = assign(shared, around, SLOTS)
-            for slot in dict.fromkeys(weights.values()):
+            weights = assign(shared, around, SLOTS, "whole weights, in turn")
+            self.slots = list(dict.fromkeys(weights.values()))
+            for slot in self.slots:
                 slot.everyone = [torch.zeros(slot.nbytes, dtype=torch.uint8, device=self.device)]
             for stream in streams:
                 stream.weight_slot = weights.get(stream)
@@ -145,10 +145,10 @@ class Engine:
                 stream.epoch = -1
         trainable = [s for s in streams if any(p.requires_grad for p in s.parameters)]
         turns = [(s, s.numel * s.reduce_dtype.itemsize) for s in trainable]
-        gradients = assign([(s, n) for s, n in turns if not s.resident], around, SLOTS)
+        gradients = assign([(s, n) for s, n in turns if not s.resident], around, SLOTS, "gradients, in turn")
         for stream, nbytes in turns:
             if stream.resident:
-                gradients[stream] = Slot()
+                gradients[stream] = Slot("gradients")
                 gradients[stream].add(stream, nbytes)
         slots = list(dict.fromkeys(gradients.values()))
         offsets = [0]
@@ -158,7 +158,7 @@ class Engine:
         for slot, at in zip(slots, offsets, strict=False):
             slot.everyone = [b[at : at + slot.nbytes] for b in buffers]
             slot.rank = self.index if len(buffers) > 1 else 0
-        self._slots = slots
+        self.slots += slots
         for stream in streams:
             stream.gradient_slot = gradients.get(stream)
             stream.gradients = None
@@ -181,9 +181,10 @@ class Engine:
         if not self.reading:
             unset = [p.placement.name for s in self.streams for p in s.parameters if p.placement.is_unset]
             if unset:
+                some = ", ".join(unset[:5]) + (" …" if len(unset) > 5 else "")
                 raise FlagstoneError(
-                    f"{', '.join(unset[:5])}{' …' if len(unset) > 5 else ''} came from the meta device and has no values yet; "
-                    "initialise it, or load a checkpoint, before the first forward"
+                    f"{some} came from the meta device and has no values yet; initialise it, or load a checkpoint, before "
+                    "the first forward"
                 )
             for stream in self.streams:
                 stream.cast()
@@ -234,8 +235,8 @@ class Engine:
         if holder.unit.is_busy:
             if holder.unit.entered or holder.unit.pinned or holder.unit.waits_for_inputs:
                 raise FlagstoneError(
-                    f"{stream.unit.name} and {holder.unit.name} are in use at the same time and share a buffer for weights; "
-                    "give one of them its own with reshard_after_forward=False"
+                    f"{stream.unit.name} and {holder.unit.name} are in use at the same time and share a buffer for "
+                    "weights; give one of them its own with reshard_after_forward=False"
                 )
             holder.unit.was_evicted = True
         if holder.loading is not None:
@@ -337,8 +338,8 @@ class Engine:
         if unit.in_backward:
             if unit.was_evicted:
                 raise FlagstoneError(
-                    f"the weights of {unit.name} were replaced while its backward was under way, as another unit shares its "
-                    "buffer; give it its own with reshard_after_forward=False"
+                    f"the weights of {unit.name} were replaced while its backward was under way, as another unit shares "
+                    "its buffer; give it its own with reshard_after_forward=False"
                 )
             unit.in_backward = False
             if not unit.is_busy and unit.reshard_after_backward:
@@ -354,8 +355,8 @@ class Engine:
         unit = stream.unit
         if unit.was_evicted or (not stream.resident and stream.epoch != self.epoch):
             raise FlagstoneError(
-                f"a gradient of {place.fqn} came when its weights were not there: return the tensors of {unit.name}'s forward "
-                "in lists, tuples, dicts or dataclasses, so that they are found"
+                f"a gradient of {place.fqn} came when its weights were not there: return the tensors of {unit.name}'s "
+                "forward in lists, tuples, dicts or dataclasses, so that they are found"
             )
         if gradient.layout != torch.strided:
             raise FlagstoneError(f"the gradient of {place.fqn} is {gradient.layout}; only dense ones can be reduced")
@@ -415,7 +416,7 @@ class Engine:
         self._reducing.clear()
         if any(s.unit.sync for s in self.streams):
             self.comm.end_backward(self.streams)
-        for slot in self._slots:
+        for slot in self.slots:
             if slot.ticket is not None:
                 slot.ticket.release()
                 slot.ticket = None
@@ -433,7 +434,7 @@ class Engine:
         """Forget a backward that has ended in an exception."""
         self.in_backward = False
         self._reducing.clear()
-        for slot in self._slots:
+        for slot in self.slots:
             slot.ticket, slot.holder = None, None
         for unit in self.units:
             unit.in_backward, unit.entered, unit.was_evicted, unit.waits_for_inputs = False, 0, False, 0

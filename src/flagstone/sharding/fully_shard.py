@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -43,7 +41,7 @@ def fully_shard(
 ) -> M:
     """Divide a module's parameters over the ranks, in place. Call it on each block, then on the whole model.
 
-    The parameters that are not in a block's call already become one unit: whole in memory only while the module computes.
+    The parameters that no call for a block has taken become one unit: whole in memory only while the module computes.
     Between steps ``module.parameters()`` are ``ShardedTensor``s, with their names and global shapes, for any optimizer.
     Gradients are averaged over the ranks. All ranks call this for the same modules in the same order.
 
@@ -109,7 +107,7 @@ class ShardedModule:
                 stream.views.remove()
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Whether backward reduces gradients. Those that are not are kept whole on each rank, until a backward that does."""
+        """Whether backward reduces gradients. Each rank keeps its own whole until one does."""
         for unit in _units(self, recurse):
             unit.sync = requires_gradient_sync
 
@@ -264,8 +262,8 @@ def _engine(
     for engine in found:
         if engine.mesh != rows or engine.device != device:
             raise FlagstoneError(
-                f"a part of this module is sharded over ranks {engine.mesh} on {engine.device}, the rest cannot be over "
-                f"{rows} on {device}"
+                f"a part of this module is sharded over ranks {engine.mesh} on {engine.device}; the rest cannot be "
+                f"over {rows} on {device}"
             )
     engines = list(found) or [Engine(rows, me, _comm(rows, me, device), _replicas(rows, me), device)]
     for other in engines[1:]:
@@ -368,8 +366,8 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
             if place_of(parameter) is not None or hasattr(parameter, "flagstone_home"):
                 when = "while the model was computing" if place_of(parameter) is not None else "before fully_shard"
                 raise FlagstoneError(
-                    f"the optimizer was made {when}, and has other parameters than the sharded ones; make it after fully_shard, "
-                    "from model.parameters()"
+                    f"the optimizer was made {when}, and has other parameters than the sharded ones; make it after "
+                    "fully_shard, from model.parameters()"
                 )
 
 

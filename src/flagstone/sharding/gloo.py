@@ -1,8 +1,7 @@
 """Ranks that exchange bytes over gloo: point to point, straight into the flat buffers, and summed here.
 
-gloo's own collectives copy through temporaries and do not run beside computation; sends and receives do. Each message is
-tagged with its stream and verb, so that ranks that have come apart wait for each other, and never take one message for
-another.
+gloo's own collectives copy through temporaries and stop computation; sends and receives do not. Each message is tagged
+with its stream and verb, so that ranks that have come apart wait, and never take one message for another.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ class Gloo(Comm):
         parts[self.index].copy_(stream.source)
         others = [r for r in range(self.size) if r != self.index]
         exchange = self._exchange(
-            {r: stream.source for r in others},
+            dict.fromkeys(others, stream.source),
             {r: parts[r] for r in others},
             2 * stream.number + 1,
             f"gather of {stream.name}",
@@ -76,7 +75,7 @@ class Gloo(Comm):
         theirs = [torch.empty_like(which) for _ in range(self.size)]
         tag = 2 * stream.number + 2
         what = f"reduce of {stream.name}"
-        words = self._exchange({r: which for r in others}, {r: theirs[r] for r in others}, tag, what)
+        words = self._exchange(dict.fromkeys(others, which), {r: theirs[r] for r in others}, tag, what)
         sums = self._exchange(
             {r: flat[stream.spans[r].start : stream.spans[r].stop] for r in others},
             {r: staged[r] for r in others},
@@ -120,7 +119,7 @@ class Gloo(Comm):
     def _swap(self, mine: Tensor, theirs: Mapping[int, Tensor], what: str) -> None:
         self.begin(())
         others = [r for r in range(self.size) if r != self.index]
-        exchange = self._exchange({r: mine for r in others}, {r: theirs[r] for r in others}, _SMALL, what)
+        exchange = self._exchange(dict.fromkeys(others, mine), {r: theirs[r] for r in others}, _SMALL, what)
         exchange.finish()
         exchange.release()
 

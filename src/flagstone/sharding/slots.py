@@ -17,6 +17,7 @@ class Slot:
     """A buffer of bytes.
 
     Attributes:
+        kind: what is in it.
         nbytes: of its largest user.
         users: the streams that take turns.
         mine: this rank's buffer.
@@ -24,7 +25,8 @@ class Slot:
         ticket: what still reads or writes it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
         self.nbytes = 0
         self.users: list[weakref.ref[Stream]] = []
         self.everyone: list[Tensor] = []
@@ -51,14 +53,15 @@ class Slot:
 
 
 def assign(
-    streams: Iterable[tuple[Stream, int]], above: Callable[[Unit], Sequence[Unit]], count: int
+    streams: Iterable[tuple[Stream, int]], above: Callable[[Unit], Sequence[Unit]], count: int, kind: str
 ) -> dict[Stream, Slot]:
-    """Give each stream a slot, in turn: ``count`` for each class of sizes, where the largest is at most twice the least.
+    """Give each stream a slot, in turn: ``count`` for each class of sizes, which differ by a factor of 2 at most.
 
     Args:
         streams: with the bytes that each needs, in the order of use.
         above: the units around a unit, which are in use while it is; they never share a slot with it.
         count: of slots to begin with.
+        kind: what they are for.
     """
     classes: dict[int, list[Slot]] = {}
     turn: dict[int, int] = {}
@@ -72,7 +75,7 @@ def assign(
         order = [*range(start, max(len(slots), count)), *range(start)]
         number = next((i for i in order if i >= len(slots) or slots[i] not in taken), len(slots))
         while number >= len(slots):
-            slots.append(Slot())
+            slots.append(Slot(kind))
         slots[number].add(stream, nbytes)
         found[stream] = slots[number]
         turn[size_class] = (number + 1) % max(len(slots), count)

@@ -11,7 +11,7 @@ gradients | weight | weight | bias |      this rank's gradients, in a slot that 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -107,7 +107,7 @@ class Stream:
         span = spans[engine.index]
         at = min(max(place.offset - self.span.start, 0), self.span.length)
         local = self.master.narrow(0, at, span.length)
-        placement = Placement(place.fqn, torch.Size(place.shape), spans, span, engine, is_weight=True)
+        placement = Placement(place.fqn, torch.Size(place.shape), spans, span, place.offset, engine, True)
         with torch.no_grad():
             if original.is_meta:
                 placement.is_unset = True

@@ -13,14 +13,13 @@ import torch
 from torch import Tensor
 
 from flagstone.errors import FlagstoneError
-from flagstone.layout import Span
+from flagstone.layout import FLAT, Sharding, Span
 
 
 class Owner(Protocol):
     """What a sharded tensor asks of the engine that its memory belongs to."""
 
-    ranks: tuple[int, ...]
-    rank: int
+    mesh: tuple[tuple[int, ...], ...]  # ranks of the job, a row for each replica
 
     def before_write(self) -> None:
         """A weight is about to be changed."""
@@ -43,17 +42,26 @@ class Placement:
         shape: of the whole tensor.
         spans: for each rank of the owner its span of the tensor's row-major flattening.
         span: this rank's.
+        offset: of the tensor in the flat one that it is part of; tells tensors apart of which this rank has nothing.
         owner: the engine.
         is_weight: whether the memory is what forward computes with, so that writing to it needs an order.
         is_unset: whether the values are still those of memory that nobody has written to.
     """
 
-    __slots__ = ("name", "shape", "spans", "span", "owner", "is_weight", "is_unset", "_value")
+    __slots__ = ("_value", "is_unset", "is_weight", "name", "offset", "owner", "shape", "span", "spans")
 
     def __init__(
-        self, name: str, shape: torch.Size, spans: tuple[Span, ...], span: Span, owner: Owner, is_weight: bool = False
+        self,
+        name: str,
+        shape: torch.Size,
+        spans: tuple[Span, ...],
+        span: Span,
+        offset: int,
+        owner: Owner,
+        is_weight: bool = False,
     ) -> None:
-        self.name, self.shape, self.spans, self.span, self.owner = name, shape, spans, span, owner
+        self.name, self.shape, self.spans, self.span = name, shape, spans, span
+        self.offset, self.owner = offset, owner
         self.is_weight, self.is_unset = is_weight, False
         self._value: Placement | None = None
 
@@ -62,12 +70,12 @@ class Placement:
         if not self.is_weight:
             return self
         if self._value is None:
-            self._value = Placement(self.name, self.shape, self.spans, self.span, self.owner)
+            self._value = Placement(self.name, self.shape, self.spans, self.span, self.offset, self.owner)
         self._value.name = self.name
         return self._value
 
     def reshaped(self, shape: torch.Size) -> Placement:
-        return Placement(self.name, shape, self.spans, self.span, self.owner, self.is_weight)
+        return Placement(self.name, shape, self.spans, self.span, self.offset, self.owner, self.is_weight)
 
     def move(self, owner: Owner) -> None:
         self.owner = owner
@@ -99,7 +107,7 @@ class ShardedTensor(torch.Tensor):
             return self.detach().as_subclass(torch.Tensor)
 
     def to_local(self) -> Tensor:
-        """This rank's part to read or write: 1-D, a view. All ranks call it, as it may wait until none reads weights."""
+        """This rank's part to read or write: 1-D, a view. All ranks call it: it waits until none reads weights."""
         self.placement.before_write()
         return self.local
 
@@ -107,6 +115,13 @@ class ShardedTensor(torch.Tensor):
         """The whole tensor, on every rank: a new one. All ranks of the mesh call it."""
         place = self.placement
         return place.owner.gather(self.local, place.spans, f"full_tensor of {place.name}").view(place.shape)
+
+    @property
+    def flagstone_sharding(self) -> Sharding:
+        """How it is divided, as checkpoints see it; ranks are those of the job."""
+        mesh = self.placement.owner.mesh
+        cuts = (*(s.start for s in self.placement.spans), self.numel())
+        return Sharding((len(mesh), len(mesh[0])), tuple(r for row in mesh for r in row), ((1, FLAT),), cuts)
 
     @property
     def global_shape(self) -> torch.Size:
@@ -154,8 +169,8 @@ class ShardedTensor(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise FlagstoneError(
-            f"{self.placement.name} is sharded: a pickle would have this rank's part only. Save it with flagstone.save, "
-            "or pickle its full_tensor()"
+            f"{self.placement.name} is sharded: a pickle would have this rank's part only. Save it with "
+            "flagstone.save, or pickle its full_tensor()"
         )
 
     @classmethod
@@ -197,9 +212,9 @@ def _sharded(args: Iterable[Any]) -> Iterable[ShardedTensor]:
 def _refuse(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     names = [t.placement.name for t in _sharded([*args, *kwargs.values()])][:3]
     raise FlagstoneError(
-        f"{_name(func)} cannot be done on {', '.join(names)}, of which this rank has a part only. Elementwise operations "
-        "and norms can; inside of the module's forward the parameter is whole (for another method, name it with "
-        "flagstone.register_forward_method); else use full_tensor(), or to_local() for this rank's part"
+        f"{_name(func)} cannot be done on {', '.join(names)}, of which this rank has a part only. Elementwise "
+        "operations and norms can; inside of the module's forward the parameter is whole (for another method, name it "
+        "with flagstone.register_forward_method); else use full_tensor(), or to_local() for this rank's part"
     )
 
 
@@ -315,7 +330,7 @@ def _new(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any
 
 
 def _drawn(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Draw the whole tensor's random numbers and keep this rank's, so that they do not depend on the number of ranks."""
+    """Draw the whole tensor's numbers and keep this rank's, so that they do not depend on the number of ranks."""
     target = kwargs.get("tensor", args[0] if args else None)
     if not isinstance(target, ShardedTensor):
         return _refuse(func, args, kwargs)
@@ -338,23 +353,22 @@ def _filled(target: ShardedTensor, whole: Tensor) -> ShardedTensor:
 
 def _copied(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     target, source = args[0], kwargs.get("src", args[1] if len(args) > 1 else None)
-    if isinstance(target, ShardedTensor) and isinstance(source, Tensor) and not isinstance(source, ShardedTensor):
-        if source.dim() and source.shape == target.shape:
-            return _filled(target, source)
+    whole = isinstance(source, Tensor) and not isinstance(source, ShardedTensor) and source.dim() > 0
+    if isinstance(target, ShardedTensor) and whole and source.shape == target.shape:
+        return _filled(target, source)
     return _pointwise_(func, args, kwargs)
 
 
 def _set_data(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """``p.data = t``: values are taken over, memory is not."""
     target, value = args
-    if isinstance(value, ShardedTensor) and value.local.data_ptr() == target.local.data_ptr():
-        if value.dtype == target.dtype:
-            return None
     if value.dtype != target.dtype or value.device != target.device:
         raise FlagstoneError(
-            f"{target.placement.name} is sharded as {target.dtype} on {target.device} and cannot become {value.dtype} on "
-            f"{value.device}; convert or move the module before fully_shard, or set precision="
+            f"{target.placement.name} is sharded as {target.dtype} on {target.device} and cannot become {value.dtype} "
+            f"on {value.device}; convert or move the module before fully_shard, or set precision="
         )
+    if isinstance(value, ShardedTensor) and value.local.data_ptr() == target.local.data_ptr():
+        return None
     is_unset = target.placement.is_unset
     with torch.no_grad():
         target.copy_(value)
@@ -466,8 +480,7 @@ def _norm(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
     part = local_norm(source, float(2.0 if order in (None, "fro") else order))
     if func.__name__ == "norm":
         return combine([part], part[1])
-    made = PartialNorm.of([part])
-    return made
+    return PartialNorm.of([part])
 
 
 def _foreach_norm(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -492,71 +505,72 @@ def _sum(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any
 
 
 _POINTWISE = """
-    abs acos add addcdiv addcmul and asin atan bitwise_and bitwise_not bitwise_or ceil clamp clamp_max clamp_min clip copysign
-    cos div divide eq erf erfinv exp expm1 floor fmod ge gt isfinite isinf isnan le lerp log log10 log1p log2 logical_and
-    logical_not logical_or lt masked_fill maximum minimum mul multiply nan_to_num ne neg negative pow reciprocal relu
-    remainder round rsqrt sigmoid sign sin sqrt square sub subtract tan tanh true_divide trunc where xlogy zero fill
-    rsub __and__ __or__ __rsub__ __rdiv__ __rtruediv__ __rpow__ __ror__ __rmul__ __radd__ __eq__ __ne__ __pow__
-    __truediv__ __neg__ __invert__ float_power hypot
+    abs acos add addcdiv addcmul and asin atan bitwise_and bitwise_not bitwise_or ceil clamp clamp_max clamp_min
+    clip copysign cos div divide eq erf erfinv exp expm1 floor fmod ge gt isfinite isinf isnan le lerp log log10
+    log1p log2 logical_and logical_not logical_or lt masked_fill maximum minimum mul multiply nan_to_num ne neg
+    negative pow reciprocal relu remainder round rsqrt sigmoid sign sin sqrt square sub subtract tan tanh
+    true_divide trunc where xlogy zero fill rsub __and__ __or__ __rsub__ __rdiv__ __rtruediv__ __rpow__ __ror__
+    __rmul__ __radd__ __eq__ __ne__ __pow__ __truediv__ __neg__ __invert__ float_power hypot
 """.split()
 _FUNCTIONS: dict[str, _Handler] = {
     **dict.fromkeys(_POINTWISE, _pointwise),
     **{f"{name}_": _pointwise_ for name in _POINTWISE if not name.startswith("_")},
-    **{f"__i{name}__": _pointwise_ for name in ("add", "sub", "mul", "div", "truediv", "pow")},
-    **{name: _lists for name in dir(torch) if name.startswith(("_foreach_", "_fused_")) and name != "_foreach_norm"},
+    **dict.fromkeys(
+        """
+    __iadd__ __isub__ __imul__ __idiv__ __itruediv__ __ipow__
+""".split(),
+        _pointwise_,
+    ),
+    **{name: _lists for name in dir(torch) if name.startswith(("_foreach_", "_fused_"))},
     "_foreach_norm": _foreach_norm,
     "_amp_foreach_non_finite_check_and_unscale_": _unscaled,
     "copy_": _copied,
-    **dict.fromkeys(("linalg_vector_norm", "norm", "vector_norm"), _norm),
-    **dict.fromkeys(("sum", "mean"), _sum),
+    **dict.fromkeys(["linalg_vector_norm", "vector_norm", "norm"], _norm),
+    **dict.fromkeys(["sum", "mean"], _sum),
     **dict.fromkeys(
-        ("zeros_like", "empty_like", "ones_like", "full_like", "clone", "contiguous", "to", "type", "float", "double")
-        + ("half", "bfloat16", "cpu", "cuda", "pin_memory", "type_as"),
+        """
+    zeros_like empty_like ones_like full_like clone contiguous to type float double half bfloat16 cpu cuda
+    pin_memory type_as
+""".split(),
         _like,
     ),
-    **dict.fromkeys(("detach", "detach_", "requires_grad_", "alias"), _alias),
-    **dict.fromkeys(("view", "reshape", "view_as", "reshape_as", "flatten"), _reshaped),
-    **dict.fromkeys(("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor", "new"), _new),
+    **dict.fromkeys(["detach", "alias"], _alias),
     **dict.fromkeys(
-        ("normal_", "uniform_", "bernoulli_", "exponential_", "random_", "log_normal_", "cauchy_", "geometric_")
-        + ("kaiming_uniform_", "constant_"),
+        """
+    view reshape view_as reshape_as flatten
+""".split(),
+        _reshaped,
+    ),
+    **dict.fromkeys(
+        """
+    new_empty new_zeros new_ones new_full new_tensor new
+""".split(),
+        _new,
+    ),
+    **dict.fromkeys(
+        """
+    normal_ uniform_ bernoulli_ exponential_ random_ log_normal_ cauchy_ geometric_ kaiming_uniform_ constant_
+""".split(),
         _drawn,
     ),
-    **dict.fromkeys(("register_hook", "retain_grad"), _no_hook),
+    "requires_grad_": _flag,
+    **dict.fromkeys(["register_hook", "retain_grad"], _no_hook),
     **dict.fromkeys(
-        ("is_floating_point", "is_complex", "is_contiguous", "is_pinned", "is_shared", "element_size", "data_ptr")
-        + ("register_post_accumulate_grad_hook", "untyped_storage", "_typed_storage", "is_same_size", "get_device")
-        + ("is_inference", "is_conj", "is_neg", "is_signed", "has_names", "is_nonzero_static", "storage_offset"),
+        """
+    is_floating_point is_complex is_contiguous is_pinned is_shared element_size data_ptr untyped_storage
+    is_same_size register_post_accumulate_grad_hook get_device is_inference is_conj is_neg is_signed
+    storage_offset
+""".split(),
         _as_is,
     ),
 }
-_FUNCTIONS["requires_grad_"] = _flag
-_FUNCTIONS["detach_"] = _as_is
 _PROPERTIES: dict[str, _Handler] = {
     **dict.fromkeys(
-        (
-            "dtype",
-            "device",
-            "layout",
-            "requires_grad",
-            "is_leaf",
-            "grad_fn",
-            "_version",
-            "is_sparse",
-            "is_cpu",
-            "is_cuda",
-        )
-        + (
-            "is_meta",
-            "is_quantized",
-            "is_mps",
-            "is_xpu",
-            "is_nested",
-            "_base",
-            "itemsize",
-            "_post_accumulate_grad_hooks",
-        )
-        + ("_backward_hooks", "is_mkldnn", "is_sparse_csr", "is_xla", "is_mtia", "is_hpu", "is_ipu", "is_maia"),
+        """
+    dtype device layout is_leaf grad_fn _version is_sparse is_cpu is_cuda is_meta is_quantized is_mps is_xpu
+    is_nested _base itemsize _post_accumulate_grad_hooks _backward_hooks is_mkldnn is_sparse_csr is_xla is_mtia
+    is_hpu is_ipu is_maia
+""".split(),
         _as_is,
     ),
     "requires_grad": lambda f, a, k: _flag(f, a, k) if f.__name__ == "__set__" else _as_is(f, a, k),
