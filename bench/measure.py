@@ -112,8 +112,17 @@ def peak() -> int:
     return _status("VmHWM")
 
 
+def pss(pid: int | str = "self") -> int:
+    """Bytes of memory that a process has now; what it shares with others counts by its share."""
+    return _field(Path(f"/proc/{pid}/smaps_rollup"), "Pss")
+
+
 def _status(key: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
+    return _field(Path("/proc/self/status"), key)
+
+
+def _field(path: Path, key: str) -> int:
+    for line in path.read_text().splitlines():
         if line.startswith(key + ":"):
             return int(line.split()[1]) * 1024
     raise KeyError(key)
