@@ -50,16 +50,24 @@ class Comm(ABC):
     index: int
     shares_weights = False
     timeout: float = 600.0
-    exposed = 0.0  # seconds that forward and backward stood still for other ranks
+
+    @property
+    @abstractmethod
+    def exposed(self) -> float:
+        """Seconds that this rank stood still for others, or summed their gradients."""
 
     def weights(self, stream: Stream) -> tuple[Tensor, Tensor]:
         """Memory for the whole of a stream, or none where a slot is going to have it; and for this rank's part."""
         source = torch.zeros(stream.span.length, dtype=stream.compute_dtype, device=stream.device)
         return source.new_empty(0), source
 
-    def buffers(self, nbytes: int, device: torch.device) -> list[Tensor]:
-        """A buffer for gradients; each rank's, where memory is shared."""
-        return [torch.zeros(nbytes, dtype=torch.uint8, device=device)]
+    def whole(self, nbytes: int, device: torch.device) -> Tensor:
+        """A buffer for whole weights."""
+        return torch.zeros(nbytes, dtype=torch.uint8, device=device)
+
+    def gradients(self, nbytes: int, device: torch.device) -> tuple[list[Tensor], int]:
+        """A buffer for gradients; and those of the ranks that share memory, with this one's place among them."""
+        return [torch.zeros(nbytes, dtype=torch.uint8, device=device)], 0
 
     def begin(self, streams: Sequence[Stream]) -> None:  # noqa: B027
         """These are the streams from now on; all ranks have the same."""

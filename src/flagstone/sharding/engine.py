@@ -134,13 +134,13 @@ class Engine:
             weights = assign(shared, around, SLOTS, "whole weights, in turn")
             self.slots = list(dict.fromkeys(weights.values()))
             for slot in self.slots:
-                slot.everyone = [torch.zeros(slot.nbytes, dtype=torch.uint8, device=self.device)]
+                slot.everyone = [self.comm.whole(slot.nbytes, self.device)]
             for stream in streams:
                 stream.weight_slot = weights.get(stream)
                 stream.full = (
                     stream.weight_slot.mine[: stream.nbytes].view(stream.compute_dtype)
                     if stream.weight_slot is not None
-                    else torch.zeros(stream.numel, dtype=stream.compute_dtype, device=self.device)
+                    else self.comm.whole(stream.nbytes, self.device).view(stream.compute_dtype)
                 )
                 stream.epoch = -1
         trainable = [s for s in streams if any(p.requires_grad for p in s.parameters)]
@@ -154,10 +154,10 @@ class Engine:
         offsets = [0]
         for slot in slots:
             offsets.append(offsets[-1] + -(-slot.nbytes // 4096) * 4096)
-        buffers = self.comm.buffers(offsets[-1], self.device) if slots else []
+        buffers, mine = self.comm.gradients(offsets[-1], self.device) if slots else ([], 0)
         for slot, at in zip(slots, offsets, strict=False):
             slot.everyone = [b[at : at + slot.nbytes] for b in buffers]
-            slot.rank = self.index if len(buffers) > 1 else 0
+            slot.rank = mine
         self.slots += slots
         for stream in streams:
             stream.gradient_slot = gradients.get(stream)

@@ -16,11 +16,9 @@ from torch.utils import _pytree as pytree
 from flagstone.errors import FlagstoneError
 from flagstone.flat.places import ParameterPlace, place_of, places_of
 from flagstone.sharding.comm import Comm
+from flagstone.sharding.cpu import Cpu
 from flagstone.sharding.engine import Engine
-from flagstone.sharding.gloo import Gloo
-from flagstone.sharding.host import host_of
 from flagstone.sharding.precision import MixedPrecision
-from flagstone.sharding.shared import SharedMemory
 from flagstone.sharding.stream import Stream
 from flagstone.sharding.tensor import ShardedTensor
 from flagstone.sharding.unit import Unit
@@ -278,15 +276,14 @@ def _comm(rows: tuple[tuple[int, ...], ...], me: int, device: torch.device) -> C
         from flagstone.sharding.native import Native
 
         return Native(ranks)
-    host = host_of(ranks)
-    return SharedMemory(host) if host is not None else Gloo(ranks)
+    return Cpu(ranks, ranks.index(me))
 
 
 def _replicas(rows: tuple[tuple[int, ...], ...], me: int) -> Comm | None:
     if len(rows) == 1:
         return None
     column = next(row.index(me) for row in rows if me in row)
-    return Gloo([row[column] for row in rows])
+    return Cpu([row[column] for row in rows], next(i for i, row in enumerate(rows) if me in row))
 
 
 # Hooks.

@@ -147,46 +147,61 @@ class Host:
         return datetime.timedelta(seconds=self.timeout)
 
 
-_hosts: dict[tuple[int, ...], tuple[Any, Host | None]] = {}
+_known: dict[tuple[int, ...], tuple[Any, Host, list[list[int]]]] = {}
 
 
-def host_of(ranks: Sequence[int]) -> Host | None:
-    """The host of these ranks of the job, which call it together; None when they are on several, or share no memory."""
+def neighbours(ranks: Sequence[int]) -> tuple[Host, list[list[int]]]:
+    """Who of these ranks of the job shares memory. They call it together.
+
+    Returns:
+        The host of this rank, with those of them that share its memory: itself alone, where that is not to be had. And
+        for each such host, in the order of its first rank, the indices in ``ranks`` of those on it.
+    """
     ranks = tuple(ranks)
     if len(ranks) == 1:
-        return Host(ranks, 0, None, [(os.getpid(), "")])
+        return Host(ranks, 0, None, [(os.getpid(), "")]), [[0]]
     default = dist.group.WORLD
-    known = _hosts.get(ranks)
+    known = _known.get(ranks)
     if known is None or known[0] is not default:
-        known = _hosts[ranks] = default, _find(ranks)
-    return known[1]
+        known = _known[ranks] = default, *_find(ranks)
+    return known[1], known[2]
 
 
-def _find(ranks: tuple[int, ...]) -> Host | None:
+def _find(ranks: tuple[int, ...]) -> tuple[Host, list[list[int]]]:
     name = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
     store = dist.PrefixStore(f"flagstone/host/{name}", dist.distributed_c10d._get_default_store())
-    rank, everyone = ranks.index(dist.get_rank()), range(len(ranks))
-    able = os.environ.get("FLAGSTONE_SHARED_MEMORY", "1") != "0"
+    me, everyone = ranks.index(dist.get_rank()), range(len(ranks))
     trial = -1
-    if able and rank == 0:
-        try:
+    if os.environ.get("FLAGSTONE_SHARED_MEMORY", "1") != "0":
+        with contextlib.suppress(AttributeError, OSError):
             trial = os.memfd_create("flagstone", os.MFD_CLOEXEC)
             os.ftruncate(trial, PAGE)
-        except (AttributeError, OSError):
-            able = False
-    store.set(f"process-{rank}", f"{os.getpid()} {_started(os.getpid())} {trial} {_host_name()}")
+    store.set(f"process-{me}", f"{os.getpid()} {_started(os.getpid())} {trial} {_host_name()}")
     words = [store.get(f"process-{r}").decode().split(" ", 3) for r in everyone]
+    groups: dict[str, list[int]] = {}
+    for r in everyone:
+        groups.setdefault(words[r][3], []).append(r)
+    able = trial >= 0
+    mine = groups[words[me][3]]
     if able:
         try:
-            _map(int(words[0][0]), int(words[0][2]), PAGE)
+            _map(int(words[mine[0]][0]), int(words[mine[0]][2]), PAGE)
         except (OSError, RuntimeError):
             able = False
-    able = able and len({w[3] for w in words}) == 1
-    store.set(f"able-{rank}", str(int(able)))
-    able = all(store.get(f"able-{r}") == b"1" for r in everyone)
+    store.set(f"able-{me}", str(int(able)))
+    hosts: list[list[int]] = []
+    for group in groups.values():
+        if all(store.get(f"able-{r}") == b"1" for r in group):
+            hosts.append(group)
+        else:
+            hosts += [[r] for r in group]
+    hosts.sort()
     if trial >= 0:
         os.close(trial)
-    return Host(ranks, rank, store, [(int(w[0]), w[1]) for w in words]) if able else None
+    here = next(group for group in hosts if me in group)
+    local = dist.PrefixStore(f"of-{here[0]}", store)
+    processes = [(int(words[r][0]), words[r][1]) for r in here]
+    return Host([ranks[r] for r in here], here.index(me), local, processes), hosts
 
 
 def _map(pid: int, fd: int, nbytes: int) -> torch.UntypedStorage:
