@@ -40,7 +40,7 @@ def clip_grad_norm_(
     order = float(norm_type)
     if not order > 0:
         raise FlagstoneError(
-            f"a norm of order {order} of sharded gradients is not supported; use a positive one, or inf"
+            f"a norm of order {order} of sharded gradients is not supported; take a positive one, or inf"
         )
     given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     gradients = [p.grad for p in given if p.grad is not None]

@@ -137,14 +137,12 @@ class Engine:
                 slot.everyone = [self.comm.whole(slot.nbytes, self.device)]
             for stream in streams:
                 stream.weight_slot = weights.get(stream)
-                stream.full = (
-                    stream.weight_slot.mine[: stream.nbytes].view(stream.compute_dtype)
-                    if stream.weight_slot is not None
-                    else self.comm.whole(stream.nbytes, self.device).view(stream.compute_dtype)
-                )
+                own = stream.weight_slot
+                buffer = self.comm.whole(stream.nbytes, self.device) if own is None else own.mine[: stream.nbytes]
+                stream.full = buffer.view(stream.compute_dtype)[: stream.numel]
                 stream.epoch = -1
         trainable = [s for s in streams if any(p.requires_grad for p in s.parameters)]
-        turns = [(s, s.numel * s.reduce_dtype.itemsize) for s in trainable]
+        turns = [(s, s.gradient_nbytes) for s in trainable]
         gradients = assign([(s, n) for s, n in turns if not s.resident], around, SLOTS, "gradients, in turn")
         for stream, nbytes in turns:
             if stream.resident:
@@ -183,8 +181,8 @@ class Engine:
             if unset:
                 some = ", ".join(unset[:5]) + (" …" if len(unset) > 5 else "")
                 raise FlagstoneError(
-                    f"{some} came from the meta device and has no values yet; initialise it, or load a checkpoint, before "
-                    "the first forward"
+                    f"{some} came from the meta device and has no values yet; initialise it, or load a checkpoint, "
+                    "before the first forward"
                 )
             for stream in self.streams:
                 stream.cast()
@@ -338,8 +336,8 @@ class Engine:
         if unit.in_backward:
             if unit.was_evicted:
                 raise FlagstoneError(
-                    f"the weights of {unit.name} were replaced while its backward was under way, as another unit shares "
-                    "its buffer; give it its own with reshard_after_forward=False"
+                    f"the weights of {unit.name} were replaced while its backward was under way, as another unit "
+                    "shares its buffer; give it its own with reshard_after_forward=False"
                 )
             unit.in_backward = False
             if not unit.is_busy and unit.reshard_after_backward:

@@ -18,6 +18,7 @@ from flagstone.flat.places import ParameterPlace, place_of, places_of
 from flagstone.sharding.comm import Comm
 from flagstone.sharding.cpu import Cpu
 from flagstone.sharding.engine import Engine
+from flagstone.sharding.native import DeviceQueue, Native
 from flagstone.sharding.precision import MixedPrecision
 from flagstone.sharding.stream import Stream
 from flagstone.sharding.tensor import ShardedTensor
@@ -65,7 +66,7 @@ def fully_shard(
     rows, me, device = _ranks(mesh, modules)
     ignored = {id(p) for p in ignored_params or ()}
     places, ties = _unclaimed(modules, ignored)
-    engine = _engine(modules, ties, rows, me, device, timeout)
+    engine = _engine(modules, ties, mesh, rows, me, device, timeout)
     engine.debug |= debug
     unit = Unit(engine, modules, precision or MixedPrecision(), reshard_after_forward is not False)
     for stream, place, owner in ties:
@@ -245,6 +246,7 @@ def _unclaimed(modules: Sequence[nn.Module], ignored: set[int]) -> tuple[list[Pa
 def _engine(
     modules: Sequence[nn.Module],
     ties: Sequence[Tie],
+    mesh: Any,
     rows: tuple[tuple[int, ...], ...],
     me: int,
     device: torch.device,
@@ -263,25 +265,28 @@ def _engine(
                 f"a part of this module is sharded over ranks {engine.mesh} on {engine.device}; the rest cannot be "
                 f"over {rows} on {device}"
             )
-    engines = list(found) or [Engine(rows, me, _comm(rows, me, device), _replicas(rows, me), device)]
+    engines = list(found) or [
+        Engine(rows, me, _comm(mesh, rows, me, device), _replicas(mesh, rows, me, device), device)
+    ]
     for other in engines[1:]:
         engines[0].absorb(other)
     engines[0].comm.timeout = timeout
     return engines[0]
 
 
-def _comm(rows: tuple[tuple[int, ...], ...], me: int, device: torch.device) -> Comm:
+def _comm(mesh: Any, rows: tuple[tuple[int, ...], ...], me: int, device: torch.device) -> Comm:
+    """How the ranks exchange bytes that a parameter is divided over."""
     ranks = next(row for row in rows if me in row)
     if device.type != "cpu":
-        from flagstone.sharding.native import Native
-
-        return Native(ranks)
+        return Native(dist.group.WORLD if mesh is None else mesh.get_group(mesh.ndim - 1), DeviceQueue(device))
     return Cpu(ranks, ranks.index(me))
 
 
-def _replicas(rows: tuple[tuple[int, ...], ...], me: int) -> Comm | None:
+def _replicas(mesh: Any, rows: tuple[tuple[int, ...], ...], me: int, device: torch.device) -> Comm | None:
     if len(rows) == 1:
         return None
+    if device.type != "cpu":
+        return Native(mesh.get_group(0), DeviceQueue(device))
     column = next(row.index(me) for row in rows if me in row)
     return Cpu([row[column] for row in rows], next(i for i, row in enumerate(rows) if me in row))
 
@@ -315,7 +320,7 @@ def _refuse_assign(module: nn.Module, state: Any, prefix: str, metadata: Mapping
         )
 
 
-def _before(unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
+def _before(unit: Unit, module: nn.Module | None, args: Any, kwargs: Any) -> Any:
     if not unit.todo:
         unit.todo = {id(m) for m in unit.modules}
     unit.engine.enter(unit)
@@ -325,7 +330,7 @@ def _before(unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
     return args, kwargs
 
 
-def _after(unit: Unit, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+def _after(unit: Unit, module: nn.Module | None, args: Any, kwargs: Any, output: Any) -> Any:
     engine = unit.engine
     unit.todo.discard(id(module))
     results = [t for t in _tensors(output) if t.requires_grad] if torch.is_grad_enabled() else []

@@ -207,7 +207,8 @@ def _find(ranks: tuple[int, ...]) -> tuple[Host, list[list[int]]]:
 def _map(pid: int, fd: int, nbytes: int) -> torch.UntypedStorage:
     path = f"/proc/{pid}/fd/{fd}"
     os.stat(path)  # from_file would make a file that is not there
-    return torch.UntypedStorage.from_file(path, True, nbytes)
+    storage: torch.UntypedStorage = torch.UntypedStorage.from_file(path, True, nbytes)  # type: ignore[assignment]
+    return storage
 
 
 def _started(pid: int) -> str:

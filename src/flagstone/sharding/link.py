@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import time
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -63,7 +64,7 @@ class Link:
         flat = values.detach().reshape(-1)
         step = -(-flat.numel() // self.size)
         spans = [Span(min(r * step, flat.numel()), 0) for r in range(self.size + 1)]
-        spans = [Span(a.start, b.start - a.start) for a, b in zip(spans, spans[1:], strict=False)]
+        spans = [Span(a.start, b.start - a.start) for a, b in pairwise(spans)]
         mine = spans[self.index]
         parts = flat.new_empty(self.size, mine.length)
         parts[self.index] = flat[mine.start : mine.stop]

@@ -40,7 +40,6 @@ class Stream:
         number: among the streams of the engine; the same on every rank.
         resident: whole from its first use in a step to the end of the step, with a gradient buffer of its own.
         is_open: gradients are in the slot that are not being reduced yet.
-        windows: reductions so far.
         epoch: of the weights that ``full`` holds.
     """
 
@@ -63,6 +62,9 @@ class Stream:
         self.numel = self.layout.numel
         self.spans = self.layout.shards(engine.size, whole=whole)
         self.span = self.spans[engine.index]
+        self.is_even = not whole
+        self.shard_numel = max(s.length for s in self.spans)
+        self.reserved = self.shard_numel * engine.size if engine.comm.pads and self.is_even else self.numel
         self.device = engine.device
         self.full, self.source = engine.comm.weights(self)
         self.master = (
@@ -72,7 +74,7 @@ class Stream:
         )
         self.parameters = [self._take(place, engine) for place in self.places]
         for place, parameter in zip(self.places, self.parameters, strict=True):
-            place.put(parameter)
+            place.put(parameter)  # type: ignore[arg-type]
 
         self.views: FlatViews
         self.weight_slot: Slot | None = None
@@ -84,7 +86,6 @@ class Stream:
         self.arrivals: set[ParameterPlace] = set()  # gradients of this backward
         self.expected = 0
         self.is_open = False
-        self.windows = 0
         self.sums: Tensor | None = None
         self._sums_of: list[ShardedTensor] = []
         self.partial: Tensor | None = None  # sums over this replica's ranks that other replicas have not seen
@@ -97,16 +98,20 @@ class Stream:
 
     @property
     def nbytes(self) -> int:
-        """Of the whole, as it is computed with."""
-        return self.numel * self.compute_dtype.itemsize
+        """Of a buffer for the whole, as it is computed with."""
+        return self.reserved * self.compute_dtype.itemsize
+
+    @property
+    def gradient_nbytes(self) -> int:
+        """Of a buffer for this rank's gradients."""
+        return self.reserved * self.reduce_dtype.itemsize
 
     def _take(self, place: ParameterPlace, engine: Engine) -> ShardedTensor:
         """Copy this rank's part of a parameter, and leave the original empty."""
         original = place.parameter
         spans = tuple(overlap(place.span, s) for s in self.spans)
         span = spans[engine.index]
-        at = min(max(place.offset - self.span.start, 0), self.span.length)
-        local = self.master.narrow(0, at, span.length)
+        local = self.master.narrow(0, self._at(place.offset), span.length)
         placement = Placement(place.fqn, torch.Size(place.shape), spans, span, place.offset, engine, True)
         with torch.no_grad():
             if original.is_meta:
@@ -114,12 +119,12 @@ class Stream:
             else:
                 local.copy_(original.reshape(-1)[span.start : span.stop])
         parameter = ShardedTensor.of(local, placement, original.requires_grad)
-        parameter._is_param = True
+        parameter._is_param = True  # what makes it an nn.Parameter
         parameter.__dict__.update({k: v for k, v in original.__dict__.items() if k not in parameter.__dict__})
         original.flagstone_home = weakref.ref(self), place  # type: ignore[attr-defined]
         if not original.is_meta:
             original.data = original.data.new_empty(0)
-        place.parameter = parameter
+        place.parameter = parameter  # type: ignore[assignment]
         return parameter
 
     # Weights.
@@ -157,8 +162,8 @@ class Stream:
     def open(self) -> None:
         assert self.gradient_slot is not None
         if self.gradients is None:
-            flat = self.gradient_slot.mine[: self.numel * self.reduce_dtype.itemsize].view(self.reduce_dtype)
-            self.gradients = FlatGradients(self.places, flat)
+            flat = self.gradient_slot.mine[: self.gradient_nbytes].view(self.reduce_dtype)
+            self.gradients = FlatGradients(self.places, flat[: self.numel])
         self.gradients.clear()
         self.is_open = True
 
@@ -172,7 +177,6 @@ class Stream:
             self.unsynced = None
         self.gradients.close()
         self.is_open = False
-        self.windows += 1
         return [place in self.gradients.filled for place in self.places]
 
     def hold(self, place: ParameterPlace, gradient: Tensor) -> None:
@@ -220,7 +224,7 @@ class Stream:
         if self.sums is None:
             self.sums = torch.empty(self.span.length, dtype=self.dtype, device=self.device)
             for parameter in self.parameters:
-                at = min(max(self._offset(parameter) - self.span.start, 0), self.span.length)
+                at = self._at(parameter.placement.offset)
                 placement = parameter.placement.of_value()
                 self._sums_of.append(ShardedTensor.of(self.sums.narrow(0, at, placement.span.length), placement))
         with torch._C.DisableTorchFunctionSubclass():
@@ -235,8 +239,9 @@ class Stream:
                     parameter.grad = mine
         return False
 
-    def _offset(self, parameter: ShardedTensor) -> int:
-        return next(p.offset for p in self.places if p.parameter is parameter)
+    def _at(self, offset: int) -> int:
+        """Where a parameter begins in this rank's part."""
+        return min(max(offset - self.span.start, 0), self.span.length)
 
 
 def add_up(out: Tensor, parts: Sequence[Tensor], divide: float, fresh: bool) -> None:

@@ -138,7 +138,7 @@ class ShardedTensor(torch.Tensor):
     def dim(self) -> int:
         return len(self.placement.shape)
 
-    def size(self, dim: int | None = None) -> Any:  # type: ignore[override]
+    def size(self, dim: int | None = None) -> Any:
         return self.placement.shape if dim is None else self.placement.shape[dim]
 
     def numel(self) -> int:
@@ -154,7 +154,7 @@ class ShardedTensor(torch.Tensor):
     def __hash__(self) -> int:
         return id(self)
 
-    def __repr__(self, **_: Any) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
         place = self.placement
         return (
             f"ShardedTensor({place.name}, shape={list(place.shape)}, dtype={self.dtype}, "
