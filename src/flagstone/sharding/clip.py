@@ -20,8 +20,8 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale gradients in place so that their norm, taken as one vector, is at most ``max_norm``.
 
-    As ``torch.nn.utils.clip_grad_norm_``, for sharded parameters and others together. What several ranks have alike counts
-    once. All ranks call it; parameters that are not sharded must have the same gradients on each.
+    As ``torch.nn.utils.clip_grad_norm_``, for sharded parameters and others together. What several ranks have alike
+    counts once. All ranks call it; parameters that are not sharded must have the same gradients on each.
 
     Args:
         parameters: those whose gradients to scale.

@@ -10,8 +10,11 @@ optimizer step          the first write waits until no rank reads weights
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,13 +22,33 @@ from torch import Tensor
 from flagstone.errors import FlagstoneError
 from flagstone.flat.places import ParameterPlace
 from flagstone.layout import Span
-from flagstone.sharding.comm import Comm, Ticket
+from flagstone.sharding.comm import DONE, Comm, Ticket
+from flagstone.sharding.host import RankError
 from flagstone.sharding.slots import Slot, assign
 from flagstone.sharding.stream import Stream
 from flagstone.sharding.unit import Unit
 
 RESIDENT_BYTES = 64 << 10  # a stream below this is gathered once a step, with the root's
 SLOTS = 2
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _told(method: Callable[Concatenate[Engine, P], R]) -> Callable[Concatenate[Engine, P], R]:
+    """Where another rank has failed, say who holds which buffer here."""
+
+    @functools.wraps(method)
+    def call(self: Engine, *args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return method(self, *args, **kwargs)
+        except RankError as error:
+            if not hasattr(error, "__notes__"):
+                error.add_note(self.dump())
+            raise
+
+    return call
 
 
 class Engine:
@@ -51,6 +74,7 @@ class Engine:
         self.rank = me
         self.comm, self.replicas, self.device = comm, replicas, device
         self.debug = False
+        self._issued: list[str] = []  # what was begun since the last comparison
         self.epoch = 0
         self.reading = False
         self.depth = 0  # of units' forwards within each other
@@ -90,8 +114,11 @@ class Engine:
 
     def ready(self) -> None:
         """Find the roots, name everything, and give each stream its buffers. All ranks do it at the same time."""
-        if self._is_ready:
-            return
+        if not self._is_ready:
+            with torch.inference_mode(False), torch.no_grad():  # what is made here outlives an evaluation
+                self._make_ready()
+
+    def _make_ready(self) -> None:
         units = {id(m): u for u in self.units for m in u.modules}
         order: dict[Unit, list[Unit]] = {}
         for top in self.units:
@@ -164,6 +191,7 @@ class Engine:
 
     # Order of reading and writing weights.
 
+    @_told
     def begin_reading(self) -> None:
         """Weights may be read until the next write."""
         self.ready()
@@ -190,6 +218,7 @@ class Engine:
             self.epoch += 1
             self.reading = True
 
+    @_told
     def before_write(self) -> None:
         """Wait until this rank's part of the weights may be changed."""
         if self.reading:
@@ -224,7 +253,8 @@ class Engine:
         if stream.epoch != self.epoch:
             stream.epoch = self.epoch
             stream.loading = self.comm.gather(stream)
-        return stream.loading or _DONE
+            self._issue("gather", stream)
+        return stream.loading or DONE
 
     def _evict(self, slot: Slot, stream: Stream) -> None:
         holder = slot.holder
@@ -273,6 +303,7 @@ class Engine:
 
     # Forward.
 
+    @_told
     def enter(self, unit: Unit) -> None:
         if unit.in_backward and not _in_graph():
             self.recover()
@@ -314,6 +345,7 @@ class Engine:
 
     # Backward.
 
+    @_told
     def enter_backward(self, unit: Unit, epoch: int) -> None:
         if epoch != self.epoch or not self.reading:
             raise FlagstoneError(f"backward through {unit.name}, whose weights were changed since its forward")
@@ -347,6 +379,7 @@ class Engine:
         unit.waits_for_inputs -= 1
         self.leave_backward(unit)
 
+    @_told
     def arrived(self, stream: Stream, place: ParameterPlace, gradient: Tensor) -> None:
         """Autograd has a parameter's gradient."""
         self._begin_backward()
@@ -390,6 +423,7 @@ class Engine:
         assert stream.gradient_slot is not None
         ticket = self.comm.reduce(stream, stream.close())
         stream.gradient_slot.ticket = ticket
+        self._issue("reduce", stream)
         self._reducing.append((stream, ticket))
         while len(self._reducing) >= SLOTS:
             self._reducing.pop(0)[1].finish()
@@ -401,6 +435,7 @@ class Engine:
             divide = unit.divide if unit.divide is not None else float(self.size * len(self.mesh))
             stream.add_up(parts, used, divide, self.replicas, unit.all_reduce)
 
+    @_told
     def _end_backward(self) -> None:
         for stream in self.streams:
             stream.arrivals.clear()
@@ -418,6 +453,8 @@ class Engine:
             if slot.ticket is not None:
                 slot.ticket.release()
                 slot.ticket = None
+        if self.debug:
+            self._compare_issues()
         for unit in self.units:
             unit.in_backward = False
         self.in_backward = False
@@ -456,14 +493,41 @@ class Engine:
         self.ready()
         return self.comm.all_reduce(values, what, maximum)
 
+    # For people who look for a fault.
+
+    def dump(self) -> str:
+        """Who holds which buffer."""
+        lines = []
+        for slot in self.slots:
+            holder = slot.holder
+            users = ", ".join(s.name for r in slot.users if (s := r()) is not None)
+            state = (
+                "being reduced" if slot.ticket is not None else "open" if holder is not None and holder.is_open else ""
+            )
+            lines.append(f"{slot.kind}, {slot.nbytes} bytes: {holder.name if holder else 'free'} {state} (of {users})")
+        busy = [u.name for u in self.units if u.is_busy]
+        return "\n".join([f"in use: {', '.join(busy) or 'no unit'}", *lines])
+
+    def _issue(self, verb: str, stream: Stream) -> None:
+        if self.debug:
+            self._issued.append(f"{verb} {stream.name}")
+
+    def _compare_issues(self) -> None:
+        """Debug: whether all ranks have begun the same things in the same order."""
+        issued, self._issued = self._issued, []
+        digest = int.from_bytes(hashlib.sha256("\n".join(issued).encode()).digest()[:6], "little")
+        most = self.comm.all_reduce(torch.tensor([digest, -digest], device=self.device), "the order of issue", True)
+        if most[0] != -most[1]:
+            raise FlagstoneError(f"the ranks have not begun the same in the same order; this one: {', '.join(issued)}")
+        for slot in self.slots:
+            if not slot.kind.startswith("whole"):
+                slot.mine.fill_(0xFF)  # NaN in every floating type
+
     def _poison(self, unit: Unit) -> None:
         for stream in unit.streams:
             if stream.weight_slot is not None and stream.full.is_floating_point():
                 stream.full.data.fill_(float("nan"))
                 stream.epoch = -1
-
-
-_DONE = Ticket()
 
 
 def _in_graph() -> bool:

@@ -154,7 +154,7 @@ class ShardedTensor(torch.Tensor):
     def __hash__(self) -> int:
         return id(self)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         place = self.placement
         return (
             f"ShardedTensor({place.name}, shape={list(place.shape)}, dtype={self.dtype}, "
