@@ -139,7 +139,9 @@ class Run:
     peak: int  # bytes in a step after the measured ones
     peak_from_start: int  # bytes while the model was made, sharded and warmed up
     exposed: float | None  # share of the step that the slower rank waited for an exchange
-    bound: int | None  # bytes that the library says it needs at most
+    bound: int | None  # bytes that sharding needs by the library's formula, of all ranks
+    moments: int  # bytes of AdamW's state, of all ranks
+    activations: int | None  # bytes that forward keeps for backward, of all ranks; counted in plain compute
 
     @property
     def step(self) -> float:
@@ -227,7 +229,9 @@ class Trainer:
         self.rank, self.workload, self.mode = rank, WORKLOADS[workload], mode
         os.environ["FLAGSTONE_SHARED_MEMORY"] = "0" if mode == OURS_GLOO else "1"
         torch.manual_seed(0)
-        self.model = sharded(self.workload.module(), mode)
+        module = self.workload.module()
+        self.numel = sum(p.numel() for p in module.parameters())
+        self.model = sharded(module, mode)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-4)
         self.losses: list[float] = []
 
@@ -280,7 +284,9 @@ def measured(workload: str, mode: str, count: int) -> Run:
         peak=peaks[LOOP] - base,
         peak_from_start=max(peaks.values()) - base,
         exposed=None if ranks[0]["exposed"] is None else max(rank["exposed"] for rank in ranks),
-        bound=None if ranks[0]["bound"] is None else sum(rank["bound"] for rank in ranks),
+        bound=ranks[0]["bound"],
+        moments=ranks[0]["moments"] * (RANKS if mode in ("plain", "DDP") else 1),
+        activations=sum(rank["activations"] for rank in ranks) if mode == "plain" else None,
     )
     print(f"{workload}, {mode}: {measure.spread(run.steps)} s a step", flush=True)
     return run
@@ -308,7 +314,25 @@ def _train(rank: int, workload: str, mode: str, count: int, phase: Any) -> dict[
         "losses": trainer.losses,
         "exposed": None if before is None else (after - before) / sum(step for step, _ in times),
         "bound": trainer.told("memory_report", "bound_bytes"),
+        "moments": 2 * 4 * trainer.numel,
+        "activations": activations(trainer) if mode == "plain" else None,
     }
+
+
+def activations(trainer: Trainer) -> int:
+    """Bytes that forward keeps for backward, parameters aside; of a model that is not sharded."""
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = trainer.workload.loss(trainer.model, 0, trainer.rank)
+    del loss  # held the graph, so that no address was used twice
+    parameters = {p.untyped_storage().data_ptr() for p in trainer.model.parameters()}
+    return sum(nbytes for address, nbytes in kept.items() if address not in parameters)
 
 
 def report(runs: list[Run], options: Namespace) -> None:
@@ -334,9 +358,12 @@ def report(runs: list[Run], options: Namespace) -> None:
     shares = [run.exposed for run in of("compute", OURS) if run.exposed is not None]
     if shares:
         print(f"| share of the step in exposed exchange, compute-bound | 0.10 | {measure.spread(shares)} |")
-    bounds = [run.peak / run.bound for run in of("comm", OURS) if run.bound is not None]
-    if bounds:
-        print(f"| peak memory in the loop against the bound, communication-bound | 1.05 | {measure.spread(bounds)} |")
+    for ours, plain in zip(of("comm", OURS)[:1], of("comm", "plain")[:1], strict=False):
+        if ours.bound is not None and plain.activations is not None:
+            parts = [ours.bound, ours.moments, plain.activations]
+            what = "bound {:.0f} + moments {:.0f} + activations {:.0f} MiB".format(*(part / MIB for part in parts))
+            over = measure.spread([run.peak / sum(parts) for run in of("comm", OURS)])
+            print(f"| peak memory in the loop against {what}, communication-bound | 1.05 | {over} |")
     for workload in WORKLOADS:
         for mode in MODES:
             if mode != "FSDP2" and (mine := of(workload, mode)):
