@@ -14,7 +14,7 @@ import functools
 import hashlib
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -30,25 +30,22 @@ from flagstone.sharding.unit import Unit
 
 RESIDENT_BYTES = 64 << 10  # a stream below this is gathered once a step, with the root's
 SLOTS = 2
+F = TypeVar("F", bound=Callable[..., Any])
 
 
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def _told(method: Callable[Concatenate[Engine, P], R]) -> Callable[Concatenate[Engine, P], R]:
+def _told(method: F) -> F:
     """Where another rank has failed, say who holds which buffer here."""
 
     @functools.wraps(method)
-    def call(self: Engine, *args: P.args, **kwargs: P.kwargs) -> R:
+    def call(self: Engine, *args: Any) -> Any:
         try:
-            return method(self, *args, **kwargs)
+            return method(self, *args)
         except RankError as error:
             if not hasattr(error, "__notes__"):
                 error.add_note(self.dump())
             raise
 
-    return call
+    return cast(F, call)
 
 
 class Engine:
