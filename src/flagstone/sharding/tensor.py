@@ -241,11 +241,15 @@ def _check_alike(func: Callable[..., Any], first: Placement, args: Iterable[Any]
 
 
 def _pointwise(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    if "out" in kwargs:
-        return _refuse(func, args, kwargs)
     first = _check_tensors(func, args, kwargs)
+    out = kwargs.get("out")
+    if out is not None:
+        if not isinstance(out, ShardedTensor):
+            return _refuse(func, args, kwargs)
+        out.placement.before_write()
     with _plainly():
-        return _wrap(func(*args, **kwargs), first.of_value())
+        result = func(*args, **kwargs)
+    return out if out is not None else _wrap(result, first.of_value())
 
 
 def _pointwise_(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
