@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from flagstone.errors import FlagstoneError
 from flagstone.flat.places import ParameterPlace, place_of, places_of
+from flagstone.sharding.adam import join_neighbours
 from flagstone.sharding.comm import Comm
 from flagstone.sharding.cpu import Cpu
 from flagstone.sharding.engine import Engine
@@ -371,6 +372,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
                     f"the optimizer was made {when}, and has other parameters than the sharded ones; make it after "
                     "fully_shard, from model.parameters()"
                 )
+    join_neighbours(optimizer)
 
 
 register_optimizer_step_pre_hook(_before_step)

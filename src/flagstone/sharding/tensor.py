@@ -263,6 +263,14 @@ def _pointwise_(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[s
     return target
 
 
+def _set_where(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """``t[mask] = number``."""
+    target, mask, value = args
+    if not isinstance(target, ShardedTensor) or not isinstance(mask, ShardedTensor) or mask.dtype != torch.bool:
+        return _refuse(func, args, kwargs)
+    return target.masked_fill_(mask, value)
+
+
 def _check_tensors(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Placement:
     tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
     first = next(t.placement for t in tensors if isinstance(t, ShardedTensor))
@@ -529,6 +537,7 @@ _FUNCTIONS: dict[str, _Handler] = {
     "_foreach_norm": _foreach_norm,
     "_amp_foreach_non_finite_check_and_unscale_": _unscaled,
     "copy_": _copied,
+    "__setitem__": _set_where,
     **dict.fromkeys(["linalg_vector_norm", "vector_norm", "norm"], _norm),
     **dict.fromkeys(["sum", "mean"], _sum),
     **dict.fromkeys(
