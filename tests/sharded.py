@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -11,7 +12,16 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 import flagstone as fs
-from flagstone.sharding import engine
+from flagstone.sharding import engine, host
+
+CONNECTED = {"one host": None, "each rank a host": "each", "two hosts": "two"}
+TWO_WAYS = ("one host", "each rank a host")
+
+
+def connect(how: str | None, rank: int) -> None:
+    """Before ``fully_shard``: ranks share memory, or have none in common, or are every second one on another host."""
+    os.environ["FLAGSTONE_SHARED_MEMORY"] = "0" if how == "each" else "1"
+    host._host_name = lambda: "a" if how != "two" else f"host {rank % 2}"
 
 
 class Block(nn.Module):
@@ -161,3 +171,108 @@ def check_training(rank: int, world: int, build: Callable[[], nn.Module], steps:
     assert train(model, rank, steps) == [values[rank] for values in expected]
     assert_same(model, plain)
     return model
+
+
+Backward = Callable[..., None]
+Step = Callable[[nn.Module, int, int, Backward], Any]  # of a model, rank and step; what it returns is compared
+
+
+def batch(rank: int, number: int, *shape: int) -> Tensor:
+    """A rank's input of a step."""
+    return torch.randn(shape or (4, 5), generator=torch.Generator().manual_seed(1000 * number + rank))
+
+
+def one_step(model: nn.Module, rank: int, number: int, backward: Backward) -> Tensor:
+    loss = model(batch(rank, number)).float().square().mean()
+    backward(loss)
+    return loss.detach()
+
+
+def check_steps(
+    rank: int,
+    world: int,
+    build: Callable[[], nn.Module],
+    step: Step,
+    how: str = "one host",
+    *,
+    steps: int = 3,
+    optimizer: Callable[..., torch.optim.Optimizer] = adamw,
+    change: Callable[[nn.Module, int], None] = lambda model, number: None,
+    units: Callable[[nn.Module], Iterable[Any]] = lambda model: model.blocks,
+    prepare: Callable[[nn.Module], None] = lambda model: None,
+    **options: Any,
+) -> nn.Module:
+    """A sharded model does what plain ones do, one for each rank, that average the gradients of each backward.
+
+    What ``step`` returns, gradients, weights and buffers are the same bits. ``change`` is applied before each step to
+    all models; ``prepare`` only to the one that is then sharded.
+    """
+    connect(CONNECTED[how], rank)
+    torch.manual_seed(0)
+    plain = Plain(build(), world, optimizer)
+    model = copy.deepcopy(plain.models[rank])
+    prepare(model)
+    shard(model, units=units(model), **options)
+    opt = optimizer(model.parameters())
+    for number in range(steps):
+        for each in (model, *plain.models):
+            change(each, number)
+        expected = plain.gradients(step, number)[rank]
+        torch.manual_seed(number)
+        result = step(model, rank, number, torch.Tensor.backward)
+        torch.testing.assert_close(result, expected, rtol=0, atol=0, equal_nan=True)
+        assert_same_gradients(model, plain.models[rank])
+        opt.step()
+        opt.zero_grad()
+        plain.step()
+    assert_same(model, plain.models[rank])
+    return model
+
+
+class Plain:
+    """A plain model for each rank."""
+
+    def __init__(self, model: nn.Module, world: int, optimizer: Callable[..., torch.optim.Optimizer] = adamw) -> None:
+        self.models = [model, *(copy.deepcopy(model) for _ in range(world - 1))]
+        self.optimizers = [optimizer(m.parameters()) for m in self.models]
+
+    def gradients(self, step: Step, number: int) -> list[Any]:
+        """Run a step on all, and add each backward's average to all gradients. Returns what the steps return."""
+        world, results = len(self.models), []
+        made: list[list[list[Tensor | None]]] = []  # by rank and backward
+        for rank, model in enumerate(self.models):
+            mine: list[list[Tensor | None]] = []
+            parameters = list(model.parameters())
+            before = [p.grad for p in parameters]
+            for p in parameters:
+                p.grad = None
+
+            def backward(loss: Tensor, parameters: Any = parameters, mine: Any = mine, **options: Any) -> None:
+                loss.backward(**options)
+                mine.append([p.grad for p in parameters])
+                for p in parameters:
+                    p.grad = None
+
+            torch.manual_seed(number)
+            results.append(step(model, rank, number, backward))
+            made.append(mine)
+            for p, gradient in zip(parameters, before, strict=True):
+                p.grad = gradient
+        for several in zip(*made, strict=True):  # backward
+            for parameters, gradients in zip(
+                zip(*(m.parameters() for m in self.models), strict=True), zip(*several, strict=True), strict=True
+            ):
+                there = [g for g in gradients if g is not None]
+                if there:
+                    total = there[0].clone(memory_format=torch.contiguous_format)
+                    for other in there[1:]:
+                        total += other
+                    total /= world
+                    for p in parameters:
+                        p.grad = total.clone() if p.grad is None else p.grad + total
+        return results
+
+    def step(self) -> None:
+        for opt in self.optimizers:
+            opt.step()
+            opt.zero_grad()

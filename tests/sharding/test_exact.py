@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import copy
 import functools
-import os
 
 import pytest
 import torch
 
 import flagstone as fs
-from flagstone.sharding import host
-from sharded import adamw, assert_same, check_training, loss_of, net, shard, text, train, train_plain
-
-CONNECTED = {
-    "one host": None,
-    "each rank a host": "each",
-    "two hosts": "two",
-}
-
-
-def connect(how: str | None, rank: int) -> None:
-    os.environ["FLAGSTONE_SHARED_MEMORY"] = "0" if how == "each" else "1"
-    host._host_name = lambda: "a" if how != "two" else f"host {rank % 2}"
+from sharded import (
+    CONNECTED,
+    adamw,
+    assert_same,
+    check_training,
+    connect,
+    loss_of,
+    net,
+    shard,
+    text,
+    train,
+    train_plain,
+)
 
 
 def twenty_steps(rank, world, how, small):
