@@ -258,7 +258,7 @@ class Engine:
         if holder is None:
             return
         if holder.unit.is_busy:
-            if holder.unit.entered or holder.unit.pinned or holder.unit.waits_for_inputs:
+            if holder.unit.entered or holder.unit.pinned or holder.unit.computing:
                 raise FlagstoneError(
                     f"{stream.unit.name} and {holder.unit.name} are in use at the same time and share a buffer for "
                     "weights; give one of them its own with reshard_after_forward=False"
@@ -343,10 +343,15 @@ class Engine:
     # Backward.
 
     @_told
-    def enter_backward(self, unit: Unit, epoch: int) -> None:
+    def enter_backward(self, unit: Unit, epoch: int, call: object | None) -> None:
+        """A gradient of what a call of forward has returned is there; no call: who says when it is done?"""
         if epoch != self.epoch or not self.reading:
             raise FlagstoneError(f"backward through {unit.name}, whose weights were changed since its forward")
         self._begin_backward()
+        if call is None:
+            unit.ends_late = True
+        else:
+            unit.computing.add(call)
         if not unit.in_backward:
             unit.in_backward = True
             self.acquire(unit)
@@ -368,13 +373,14 @@ class Engine:
                     f"the weights of {unit.name} were replaced while its backward was under way, as another unit "
                     "shares its buffer; give it its own with reshard_after_forward=False"
                 )
-            unit.in_backward = False
+            unit.end_backward()
             if not unit.is_busy and unit.reshard_after_backward:
                 self.release(unit)
 
-    def inputs_done(self, unit: Unit) -> None:
-        unit.waits_for_inputs -= 1
-        self.leave_backward(unit)
+    def inputs_done(self, unit: Unit, call: object) -> None:
+        unit.computing.discard(call)
+        if not unit.computing and not unit.ends_late:
+            self.leave_backward(unit)
 
     @_told
     def arrived(self, stream: Stream, place: ParameterPlace, gradient: Tensor) -> None:
@@ -453,7 +459,7 @@ class Engine:
         if self.debug:
             self._compare_issues()
         for unit in self.units:
-            unit.in_backward = False
+            unit.end_backward()
         self.in_backward = False
         self.rest()
 
@@ -469,7 +475,8 @@ class Engine:
         for slot in self.slots:
             slot.ticket, slot.holder = None, None
         for unit in self.units:
-            unit.in_backward, unit.entered, unit.was_evicted, unit.waits_for_inputs = False, 0, False, 0
+            unit.end_backward()
+            unit.entered, unit.was_evicted = 0, False
             unit.todo.clear()
             for stream in unit.streams:
                 stream.arrivals.clear()

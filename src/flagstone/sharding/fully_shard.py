@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -336,14 +336,18 @@ def _after(unit: Unit, module: nn.Module | None, args: Any, kwargs: Any, output:
     unit.todo.discard(id(module))
     results = [t for t in _tensors(output) if t.requires_grad] if torch.is_grad_enabled() else []
     if results and not unit.in_backward:
-        epoch = engine.epoch
+        epoch, call = engine.epoch, None
+        inputs = [] if engine.comm.shares_weights else [t for t in _tensors((args, kwargs)) if t.grad_fn is not None]
+        if inputs:
+            call = object()
+            done = torch.autograd.graph.register_multi_grad_hook(inputs, lambda _: unit.engine.inputs_done(unit, call))
+            for tensor, hook in zip(inputs, done.handles, strict=True):  # type: ignore[attr-defined]
+                hooks = cast(dict[int, Any], tensor._backward_hooks)
+                ordered = {hook.id: hooks.pop(hook.id), **hooks}  # before the unit begins whose output it is
+                hooks.clear()
+                hooks.update(ordered)
         for tensor in results:
-            tensor.register_hook(lambda _: unit.engine.enter_backward(unit, epoch))
-        if not engine.comm.shares_weights:
-            inputs = [t for t in _tensors((args, kwargs)) if t.requires_grad]
-            if inputs:
-                unit.waits_for_inputs += 1
-                torch.autograd.graph.register_multi_grad_hook(inputs, lambda _: engine.inputs_done(unit))
+            tensor.register_hook(lambda _: unit.engine.enter_backward(unit, epoch, call))
     engine.leave(unit, keep=bool(results), more=bool(unit.todo))
     if unit.precision.output is not None:
         output = _cast(output, unit.precision.output)

@@ -45,7 +45,8 @@ class Unit:
         self.todo: set[int] = set()  # modules of the unit that this forward has still to see
         self.in_backward = False
         self.pinned = False
-        self.waits_for_inputs = 0  # forwards whose inputs have no gradient yet
+        self.computing: set[object] = set()  # calls whose backward has begun, and whose inputs have no gradient yet
+        self.ends_late = False  # one has no such inputs: it ends with the last gradient of a parameter
         self.was_evicted = False  # in the middle of its backward
 
     @property
@@ -54,6 +55,10 @@ class Unit:
             module = reference()
             if module is not None:
                 yield module
+
+    def end_backward(self) -> None:
+        self.in_backward = self.ends_late = False
+        self.computing.clear()
 
     @property
     def is_busy(self) -> bool:
