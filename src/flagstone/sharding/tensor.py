@@ -310,6 +310,17 @@ def _like(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
     return _wrap(result, source.placement.of_value())
 
 
+zeros_for: list[Callable[[ShardedTensor], Tensor | None]] = []  # who says where ``zeros_like`` puts what it makes
+
+
+def _zeros_like(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    if zeros_for and len(args) == 1 and kwargs.keys() <= {"memory_format"}:
+        local = zeros_for[-1](args[0])
+        if local is not None:
+            return _wrap(local, args[0].placement.of_value())
+    return _like(func, args, kwargs)
+
+
 def _alias(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """The same memory: what writes to it writes to the weight."""
     with _plainly():
@@ -538,11 +549,12 @@ _FUNCTIONS: dict[str, _Handler] = {
     "_amp_foreach_non_finite_check_and_unscale_": _unscaled,
     "copy_": _copied,
     "__setitem__": _set_where,
+    "zeros_like": _zeros_like,
     **dict.fromkeys(["linalg_vector_norm", "vector_norm", "norm"], _norm),
     **dict.fromkeys(["sum", "mean"], _sum),
     **dict.fromkeys(
         """
-    zeros_like empty_like ones_like full_like clone contiguous to type float double half bfloat16 cpu cuda
+    empty_like ones_like full_like clone contiguous to type float double half bfloat16 cpu cuda
     pin_memory type_as
 """.split(),
         _like,
