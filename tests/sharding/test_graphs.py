@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 
 import pytest
@@ -9,12 +10,18 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import flagstone as fs
 from sharded import (
+    CONNECTED,
     TWO_WAYS,
     Block,
+    assert_same_gradients,
     batch,
     check_steps,
+    connect,
     one_step,
+    shard,
+    whole,
 )
 
 WIDTH = 5
@@ -98,7 +105,7 @@ def named_inputs(model, rank, number, backward):
 
 
 def checkpoint_around(model, rank, number, backward, reentrant):
-    x = model.first(batch(rank, number, 4, WIDTH)) if False else batch(rank, number, 4, WIDTH).requires_grad_()
+    x = batch(rank, number, 4, WIDTH).requires_grad_()
     for block in model.blocks:
         x = checkpoint(block, x, use_reentrant=reentrant)
     loss = x.square().mean()
@@ -196,6 +203,30 @@ def structured():
     return model
 
 
+class Result:
+    """What pytree does not look into."""
+
+    def __init__(self, x) -> None:
+        self.inside = [x]
+
+
+class Wraps(Block):
+    def forward(self, result):
+        return Result(super().forward(result.inside[0]))
+
+
+class Objects(Blocks):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Wraps(WIDTH).requires_grad_(i > 1) for i in range(4))
+
+    def forward(self, x):
+        result = Result(self.first(x))
+        for block in self.blocks:
+            result = block(result)
+        return self.last(result.inside[0])
+
+
 STEPS = {
     "a module called several times": (Twice, one_step),
     "R015: two forwards, two backwards": (Blocks, two_forwards_then_two_backwards),
@@ -214,6 +245,7 @@ STEPS = {
     "the root checkpoints its units, reentrant": (ReentrantRootCheckpoints, one_step),
     "saved views of weights": (SavedViews, one_step),
     "tensors in dicts and lists": (structured, one_step),
+    "tensors in objects, and frozen units": (Objects, one_step),
 }
 
 
@@ -226,3 +258,194 @@ def step(rank, world, name, how):
 @pytest.mark.parametrize("name", STEPS)
 def test_a_step_equals_the_plain_model(ranks, name, how):
     ranks.run(2, step, name, how)
+
+
+# Double backward.
+
+
+def double_backward(rank, world, how, reshard):
+    """Training with a gradient penalty."""
+    connect(CONNECTED[how], rank)
+    torch.manual_seed(0)
+    plain = Blocks()
+    model = shard(copy.deepcopy(plain), reshard_after_forward=reshard)
+    gradients = []
+    for r in range(world):
+        penalty(plain, r).backward()
+        gradients.append([p.grad for p in plain.parameters()])
+        plain.zero_grad()
+    for p, *each in zip(plain.parameters(), *gradients, strict=True):
+        if each[0] is not None:
+            p.grad = sum(each) / world
+    penalty(model, rank).backward()
+    assert_same_gradients(model, plain)
+
+
+def penalty(model, rank):
+    x = batch(rank, 0, 4, WIDTH).requires_grad_()
+    (gradient,) = torch.autograd.grad(model(x).square().mean(), x, create_graph=True)
+    return gradient.square().sum()
+
+
+@pytest.mark.parametrize(("how", "reshard"), [("one host", True), ("each rank a host", False)])
+def test_the_gradient_of_a_gradient_equals_the_plain_model(ranks, how, reshard):
+    ranks.run(2, double_backward, how, reshard)
+
+
+def test_the_gradient_of_a_gradient_is_refused_where_units_share_buffers(ranks):
+    for error in ranks.run(2, double_backward, "each rank a host", True, catch=True):
+        assert isinstance(error, fs.FlagstoneError)
+        assert "create_graph=True through blocks.2" in str(error)
+        assert "reshard_after_forward=False" in str(error)
+
+
+# Autocast and compile.
+
+
+def autocast(model, rank, number, backward):
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = mean(model, rank, number)
+    backward(loss)
+    return loss.detach()
+
+
+def autocast_twice(model, rank, number, backward):
+    """Two forwards within one autocast, whose cache of cast weights must not outlive a gather."""
+    with torch.autocast("cpu", torch.bfloat16):
+        first, second = mean(model, rank, number), mean(model, rank, number + 100)
+    backward(first + second)
+    return first.detach(), second.detach()
+
+
+def compiled(rank, world, how, backend):
+    def compile_blocks(model):
+        for block in model.blocks:
+            block.compile(backend=backend)
+
+    check_steps(rank, world, Blocks, one_step, how, prepare=compile_blocks)
+
+
+def autocasts(rank, world, how):
+    for run in (autocast, autocast_twice):
+        check_steps(rank, world, Blocks, run, how)
+
+
+@pytest.mark.parametrize("how", TWO_WAYS)
+def test_autocast(ranks, how):
+    ranks.run(2, autocasts, how)
+
+
+@pytest.mark.parametrize("how", TWO_WAYS)
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_blocks(ranks, how, backend):
+    ranks.run(2, compiled, how, backend)
+
+
+class Inner(Blocks):
+    """Units whose inner module is compiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(Block(WIDTH)) for _ in range(3))
+
+
+def inner_compiled(rank, world, how):
+    def compile_inner(model):
+        for block in model.blocks:
+            block[0].compile(backend="aot_eager")
+
+    check_steps(rank, world, Inner, one_step, how, prepare=compile_inner)
+
+
+@pytest.mark.parametrize("how", TWO_WAYS)
+def test_a_compiled_module_inside_of_a_unit(ranks, how):
+    ranks.run(2, inner_compiled, how)
+
+
+# Other ways in.
+
+
+class Generator(Blocks):
+    def generate(self, x):
+        return self(x).tanh()
+
+    def read(self):
+        return self.first.weight.t() @ self.first.weight
+
+    def half(self, x):
+        return self.blocks[0](self.first(x))
+
+
+def entry_points(rank, world, how):
+    connect(CONNECTED[how], rank)
+    torch.manual_seed(0)
+    plain = Generator()
+    model = shard(copy.deepcopy(plain))
+    x = batch(rank, 0, 4, WIDTH)
+    with torch.no_grad():
+        assert torch.equal(model.generate(x), plain.generate(x))  # it calls forward
+    with pytest.raises(fs.FlagstoneError, match=r"first\.weight.*register_forward_method"):
+        model.read()
+    with pytest.raises(fs.FlagstoneError, match=r"first\.weight.*register_forward_method"):
+        model.half(x)
+    for name in ("read", "half"):
+        fs.register_forward_method(model, name)
+    with torch.no_grad():
+        assert torch.equal(model.read(), plain.read())
+    model.half(x).square().mean().backward()
+    gradients = []
+    for r in range(world):
+        plain.zero_grad()
+        plain.half(batch(r, 0, 4, WIDTH)).square().mean().backward()
+        gradients.append([p.grad for p in plain.parameters()])
+    for p, *each in zip(plain.parameters(), *gradients, strict=True):
+        if each[0] is not None:
+            p.grad = sum(each) / world
+    assert_same_gradients(model, plain)
+    with pytest.raises(AttributeError):
+        fs.register_forward_method(model, "missing")
+
+
+@pytest.mark.parametrize("how", TWO_WAYS)
+def test_other_methods_than_forward(ranks, how):
+    ranks.run(2, entry_points, how)
+
+
+# Hooks and copies.
+
+
+def hooks(rank, world, how):
+    connect(CONNECTED[how], rank)
+    model = shard(Blocks())
+    mean(model, rank, 0).backward()
+    model.zero_grad()
+    seen: dict[str, torch.Tensor] = {}
+    for name, parameter in model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p, n=name: seen.__setitem__(n, whole(p.grad)))
+        with pytest.raises(fs.FlagstoneError, match=f"{name}.*register_post_accumulate_grad_hook"):
+            parameter.register_hook(print)
+    mean(model, rank, 0).backward()
+    assert set(seen) == {n for n, _ in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        assert torch.equal(seen[name], whole(parameter.grad))
+
+
+@pytest.mark.parametrize("how", TWO_WAYS)
+def test_hooks_of_parameters_see_the_reduced_gradient(ranks, how):
+    ranks.run(2, hooks, how)
+
+
+def optimizer_in_backward(rank, world, how):
+    """One optimizer for each parameter, that steps in a hook, is refused: others still compute with the weights."""
+    connect(CONNECTED[how], rank)
+    model = shard(Blocks())
+    for parameter in model.parameters():
+        opt = torch.optim.SGD([parameter], lr=0.1)
+        parameter.register_post_accumulate_grad_hook(lambda p, o=opt: o.step())
+    with pytest.raises(fs.FlagstoneError, match="cannot be changed while forward or backward is under way"):
+        mean(model, rank, 0).backward()
+
+
+@pytest.mark.parametrize("how", TWO_WAYS)
+def test_weights_cannot_be_changed_within_backward(ranks, how):
+    ranks.run(2, optimizer_in_backward, how)

@@ -347,6 +347,11 @@ class Engine:
         """A gradient of what a call of forward has returned is there; no call: who says when it is done?"""
         if epoch != self.epoch or not self.reading:
             raise FlagstoneError(f"backward through {unit.name}, whose weights were changed since its forward")
+        if torch.is_grad_enabled() and any(s.weight_slot is not None for s in unit.streams):
+            raise FlagstoneError(
+                f"backward with create_graph=True through {unit.name}, which shares its buffer for weights with other "
+                "units: they would be gone in the second backward; give it its own with reshard_after_forward=False"
+            )
         self._begin_backward()
         if call is None:
             unit.ends_late = True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, cast
@@ -362,7 +361,7 @@ def _tensors(value: Any, depth: int = 3) -> Iterator[Tensor]:
     for leaf in pytree.tree_leaves(value):
         if isinstance(leaf, Tensor):
             yield leaf
-        elif dataclasses.is_dataclass(leaf) and depth:
+        elif depth and hasattr(leaf, "__dict__") and not isinstance(leaf, (nn.Module, type)):
             yield from _tensors(list(vars(leaf).values()), depth - 1)
 
 
