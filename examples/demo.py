@@ -182,7 +182,7 @@ def apart(a: float, b: float) -> float:
 
 def train_and_kill() -> Run:
     chapter("1. Train on 2 ranks, and kill them in the middle of a save")
-    run = train("2 ranks, FSDP2", 2, 0, KILLED, SAVED, kill=True)
+    run = train("2 ranks, sharded", 2, 0, KILLED, SAVED, kill=True)
     saved, stalled = run.events["saved"][0], run.events["stalled"][0]
     check(
         saved["step"] == SAVED and max(run.losses) == KILLED - 1,
@@ -218,7 +218,7 @@ def resume(reference: Run) -> tuple[Run, Run]:
     left = leftovers()
     one = train("1 rank, not sharded", 1, SAVED, BETWEEN, KILLED)
     check(not any(p.exists() for p in left), "the first save after the kill removed the leftover of the killed one")
-    three = train("3 ranks, FSDP2", 3, BETWEEN, KILLED, KILLED)
+    three = train("3 ranks, sharded", 3, BETWEEN, KILLED, KILLED)
     check(not leftovers(), f"{folder(KILLED).name}, whose save was killed, is there now, and nothing is left over")
     for name, run, step, before in (("1 rank", one, SAVED, reference), ("3 ranks", three, BETWEEN, one)):
         loaded = run.events["loaded"][0]

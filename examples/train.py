@@ -19,8 +19,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 import flagstone as fs
 from gpt import GPT, Batches, Config, loss_of, write_corpus
@@ -53,11 +51,9 @@ class Job:
         self.batch = Batches(root / CORPUS, self.config.context)
         torch.manual_seed(0 if resume is None else 999)  # resumed weights come from the checkpoint, not from the seed
         self.model = GPT(self.config)
-        if self.world > 1:
-            mesh = init_device_mesh("cpu", (self.world,))
-            for block in self.model.blocks:
-                fully_shard(block, mesh=mesh)
-            fully_shard(self.model, mesh=mesh)
+        for block in self.model.blocks:
+            fs.fully_shard(block)
+        fs.fully_shard(self.model)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=2e-3, betas=(0.9, 0.95), weight_decay=0.1)
         warm_up = torch.optim.lr_scheduler.LinearLR(self.optimizer, 0.1, total_iters=10)
         decay = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, T_max=200)

@@ -131,8 +131,9 @@ def describe(tensor: torch.Tensor, ranks: Mapping[int, int] | None, *, write: bo
     if local.is_conj() or local.is_neg():
         local = local.resolve_conj().resolve_neg()
     storage = local.untyped_storage()._cdata
-    offset = tensor.placement.offset if is_flat(tensor) else local.storage_offset()  # type: ignore[attr-defined]
-    identity = (storage, offset, tuple(local.shape), local.stride(), local.dtype, shape, sharding)
+    identity = (storage, local.storage_offset(), tuple(local.shape), local.stride(), local.dtype, shape, sharding)
+    if is_flat(tensor):  # of several, this rank may have nothing, at one address
+        identity = (*identity, id(tensor.placement.of_value()))  # type: ignore[attr-defined]
     return Described(NAMES[local.dtype], shape, sharding, local, identity)
 
 

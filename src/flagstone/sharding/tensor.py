@@ -42,7 +42,7 @@ class Placement:
         shape: of the whole tensor.
         spans: for each rank of the owner its span of the tensor's row-major flattening.
         span: this rank's.
-        offset: of the tensor in the flat one that it is part of; tells tensors apart of which this rank has nothing.
+        offset: of the tensor in the flat one that it is part of.
         owner: the engine.
         is_weight: whether the memory is what forward computes with, so that writing to it needs an order.
         is_unset: whether the values are still those of memory that nobody has written to.
