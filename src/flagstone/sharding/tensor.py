@@ -584,7 +584,7 @@ _FUNCTIONS: dict[str, _Handler] = {
         """
     is_floating_point is_complex is_contiguous is_pinned is_shared element_size data_ptr untyped_storage
     is_same_size register_post_accumulate_grad_hook get_device is_inference is_conj is_neg is_signed
-    storage_offset
+    storage_offset _has_compatible_shallow_copy_type
 """.split(),
         _as_is,
     ),
