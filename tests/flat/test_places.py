@@ -134,7 +134,10 @@ def test_a_buffer_that_does_not_fit_is_refused(shape):
 def test_a_gradient_without_a_buffer_is_an_error():
     model = nn.Linear(3, 3)
     places = fs.places_of(model)
-    with fs.materialize(places, torch.ones(12)), pytest.raises(fs.FlagstoneError, match=r"(weight|bias) got a gradient"):
+    with (
+        fs.materialize(places, torch.ones(12)),
+        pytest.raises(fs.FlagstoneError, match=r"(weight|bias) got a gradient"),
+    ):
         model(torch.randn(2, 3)).sum().backward()
 
 
