@@ -141,6 +141,9 @@ class Run:
     exposed: float | None  # share of the step that the slower rank waited for an exchange
     bound: int | None  # bytes that sharding needs by the library's formula, of all ranks
     moments: int  # bytes of AdamW's state, of all ranks
+    passing: (
+        int  # bytes of gradients on their way to where they are kept: of a tied parameter both at once, of all ranks
+    )
     activations: int | None  # bytes that forward keeps for backward, of all ranks; counted in plain compute
 
     @property
@@ -286,6 +289,7 @@ def measured(workload: str, mode: str, count: int) -> Run:
         exposed=None if ranks[0]["exposed"] is None else max(rank["exposed"] for rank in ranks),
         bound=ranks[0]["bound"],
         moments=ranks[0]["moments"] * (RANKS if mode in ("plain", "DDP") else 1),
+        passing=sum(2 * rank["largest"] for rank in ranks),
         activations=sum(rank["activations"] for rank in ranks) if mode == "plain" else None,
     )
     print(f"{workload}, {mode}: {measure.spread(run.steps)} s a step", flush=True)
@@ -293,6 +297,7 @@ def measured(workload: str, mode: str, count: int) -> Run:
 
 
 def _train(rank: int, workload: str, mode: str, count: int, phase: Any) -> dict[str, Any]:
+    warm_up_torch()
     base = measure.pss()
     dist.barrier()
     phase.value = FROM_START
@@ -315,8 +320,16 @@ def _train(rank: int, workload: str, mode: str, count: int, phase: Any) -> dict[
         "exposed": None if before is None else (after - before) / sum(step for step, _ in times),
         "bound": trainer.told("memory_report", "bound_bytes"),
         "moments": 2 * 4 * trainer.numel,
+        "largest": 4 * max(p.numel() for p in trainer.model.parameters()),
         "activations": activations(trainer) if mode == "plain" else None,
     }
+
+
+def warm_up_torch() -> None:
+    """Train something tiny, so that torch has loaded what every training loads."""
+    model = GPT(Config(vocabulary=64, context=32, width=64, heads=2, depth=1))
+    loss_of(model, torch.zeros(1, 33, dtype=torch.long)).backward()
+    torch.optim.AdamW(model.parameters()).step()
 
 
 def activations(trainer: Trainer) -> int:
@@ -360,8 +373,10 @@ def report(runs: list[Run], options: Namespace) -> None:
         print(f"| share of the step in exposed exchange, compute-bound | 0.10 | {measure.spread(shares)} |")
     for ours, plain in zip(of("comm", OURS)[:1], of("comm", "plain")[:1], strict=False):
         if ours.bound is not None and plain.activations is not None:
-            parts = [ours.bound, ours.moments, plain.activations]
-            what = "bound {:.0f} + moments {:.0f} + activations {:.0f} MiB".format(*(part / MIB for part in parts))
+            parts = [ours.bound, ours.moments, plain.activations, ours.passing]
+            what = "bound {:.0f} + moments {:.0f} + activations {:.0f} + gradients on their way {:.0f} MiB".format(
+                *(part / MIB for part in parts)
+            )
             over = measure.spread([run.peak / sum(parts) for run in of("comm", OURS)])
             print(f"| peak memory in the loop against {what}, communication-bound | 1.05 | {over} |")
     for workload in WORKLOADS:
