@@ -42,6 +42,7 @@ class Comm(ABC):
     Attributes:
         size: their number.
         index: this one's.
+        shares_slots: whether several ranks compute with the same buffers.
         pads: whether buffers must have room for equal shards.
         shares_weights: whether all ranks compute with the same memory, so that a gather moves nothing.
         timeout: seconds to wait for another rank.
@@ -50,6 +51,7 @@ class Comm(ABC):
     size: int
     index: int
     shares_weights = False
+    shares_slots = False
     pads = False
     timeout: float = 600.0
 

@@ -48,7 +48,7 @@ class Cpu(Comm):
         self._here = next(h for h in hosts if index in h)
         self._others = [h for h in hosts if index not in h]
         self._away = [r for r in range(self.size) if r not in self._here]
-        self.shares_weights = not self._away
+        self.shares_weights, self.shares_slots = not self._away, len(self._here) > 1
         self._link = Link(ranks, index)
         self._thread = ThreadPoolExecutor(1, "flagstone-gather") if self._away and len(self._here) > 1 else None
         self._sending: list[Exchange] = []  # of weights
@@ -266,9 +266,9 @@ class Cpu(Comm):
         board.publish(_ENDED, self._backward - 1)
         board.barrier("going on after an exception")
         if self._away:
+            self._link.open()  # others may still wait for what this rank was sending: it must not be dropped before
             self._sending.clear()
             self._staging.clear()
-            self._link.open()
 
     # Small things.
 

@@ -81,7 +81,6 @@ class Engine:
         self.slots: list[Slot] = []
         self._flags_changed = False  # some requires_grad
         self._reducing: list[tuple[Stream, Ticket]] = []
-        self._order: list[weakref.ref[Unit]] = []  # of this forward
         self._next: dict[tuple[str, int], weakref.ref[Unit]] = {}  # what came after a unit, in forward and in backward
         self._last: tuple[str, weakref.ref[Unit] | None] = ("", None)
 
@@ -94,6 +93,10 @@ class Engine:
     @property
     def streams(self) -> list[Stream]:
         return [s for u in self.units for s in u.streams]
+
+    @property
+    def is_computing(self) -> bool:
+        return self.depth > 0 or _in_graph()
 
     def add(self, unit: Unit) -> None:
         self._units.append(weakref.ref(unit))
@@ -302,8 +305,8 @@ class Engine:
 
     @_told
     def enter(self, unit: Unit) -> None:
-        if unit.in_backward and not _in_graph():
-            self.recover()
+        if not _in_graph() and (unit.in_backward or (unit.is_root and unit.entered)):
+            self.recover()  # the last backward was not ended, or the last forward was interrupted
         if self.depth == 0 and not _in_graph():
             self.begin_reading()
             self._last = "", None
@@ -324,19 +327,22 @@ class Engine:
 
     def leave(self, unit: Unit, keep: bool, more: bool) -> None:
         """A module of the unit has computed; ``keep``: backward may follow; ``more``: other modules of it will."""
+        if not unit.entered:
+            return  # entering has failed
         self.depth -= 1
         unit.entered -= 1
         if more:
             return
         if not unit.is_busy and not (keep and not unit.reshard_after_forward):
             self.release(unit)
-        if self.depth == 0 and not keep and not _in_graph():
+        if not self.is_computing:
             self.rest()
 
     def rest(self) -> None:
-        """Let all modules that do not compute have their sharded parameters."""
+        """Let all modules that do not compute have their sharded parameters; also after an exception in backward."""
+        failed = self.in_backward and not _in_graph()
         for unit in self.units if self._is_ready else ():
-            if not unit.is_busy:
+            if not unit.is_busy or (failed and not unit.entered and not unit.pinned):
                 for stream in unit.streams:
                     stream.views.remove()
 
@@ -476,7 +482,8 @@ class Engine:
     def recover(self) -> None:
         """Forget a backward that has ended in an exception."""
         self.in_backward = False
-        self._reducing.clear()
+        under_way = [self._reducing, [s.ticket for s in self.slots], [s.loading for s in self.streams]]
+        self._reducing = []
         for slot in self.slots:
             slot.ticket, slot.holder = None, None
         for unit in self.units:
@@ -491,6 +498,7 @@ class Engine:
         self.depth = 0
         self.rest()
         self.comm.recover(self.streams)
+        del under_way  # not before all ranks are here: some may have been waiting for it
 
     # What sharded tensors ask for.
 
@@ -534,7 +542,7 @@ class Engine:
 
     def _poison(self, unit: Unit) -> None:
         for stream in unit.streams:
-            if stream.weight_slot is not None and stream.full.is_floating_point():
+            if stream.weight_slot is not None and stream.full.is_floating_point() and not self.comm.shares_slots:
                 stream.full.data.fill_(float("nan"))
                 stream.epoch = -1
 

@@ -140,6 +140,13 @@ class ShardedModule:
         """The same for backward."""
         self._flagstone_unit.backward_prefetch = [weakref.ref(m._flagstone_unit) for m in modules]
 
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Those of the module; sharded ones, unless it computes."""
+        engine = self._flagstone_unit.engine
+        if not engine.is_computing:
+            engine.rest()
+        return super().named_parameters(*args, **kwargs)  # type: ignore[misc,no-any-return]
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise FlagstoneError(
             "a sharded module cannot be copied; copy it before fully_shard, or copy the parameters: "
