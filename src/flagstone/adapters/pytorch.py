@@ -131,9 +131,10 @@ def describe(tensor: torch.Tensor, ranks: Mapping[int, int] | None, *, write: bo
     if local.is_conj() or local.is_neg():
         local = local.resolve_conj().resolve_neg()
     storage = local.untyped_storage()._cdata
-    identity = (storage, local.storage_offset(), tuple(local.shape), local.stride(), local.dtype, shape, sharding)
+    memory = (storage, local.storage_offset(), tuple(local.shape), local.stride(), local.dtype, shape, sharding)
+    identity: Hashable = memory
     if is_flat(tensor):  # of several, this rank may have nothing, at one address
-        identity = (*identity, id(tensor.placement.of_value()))  # type: ignore[attr-defined]
+        identity = (*memory, id(tensor.placement.of_value()))  # type: ignore[attr-defined]
     return Described(NAMES[local.dtype], shape, sharding, local, identity)
 
 
