@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flagstone.layout import Box, Sharding, box_span
+from flagstone.layout import FLAT, Box, Sharding, Span, box_span
 
 fast = settings(deadline=None, max_examples=100)
 
@@ -148,3 +148,32 @@ def test_replicas_are_whole_on_every_rank():
 def test_a_mesh_that_cannot_be_is_refused(mesh, ranks, splits):
     with pytest.raises(ValueError, match="mesh"):
         Sharding(mesh, ranks, splits)
+
+
+@fast
+@given(st.lists(st.integers(1, 5), max_size=3), st.integers(1, 3), st.integers(1, 4), st.data())
+def test_a_flat_split_gives_each_rank_a_span_and_all_of_them_the_tensor(shape, replicas, parts, data):
+    shape, numel = tuple(shape), prod(shape)
+    inner = sorted(data.draw(st.lists(st.integers(0, numel), min_size=parts - 1, max_size=parts - 1)))
+    cuts = (0, *inner, numel)
+    sharding = Sharding((replicas, parts), tuple(range(replicas * parts)), ((1, FLAT),), cuts)
+    assert sharding.is_flat
+    assert sharding.is_contiguous(shape)
+    for rank in range(replicas * parts):
+        low, high = cuts[rank % parts], cuts[rank % parts + 1]
+        assert sharding.region(shape, rank) == Span(low, high - low)
+        assert sharding.span(shape, rank) == (Span(low, high - low) if low < high else None)
+        assert sharding.holders(rank) == tuple(range(rank % parts, replicas * parts, parts))
+    for element in range(numel):
+        span, holders = sharding.locate(shape, element)
+        assert span.start <= element < span.stop
+        assert all(sharding.region(shape, rank) == span for rank in holders)
+    assert sharding.region(shape, replicas * parts) is None
+
+
+@pytest.mark.parametrize(
+    ("splits", "cuts"), [(((0, FLAT),), (0, 3)), (((0, FLAT),), (0, 4, 3)), (((0, FLAT), (1, 0)), (0, 1, 2))]
+)
+def test_a_flat_split_that_makes_no_sense_is_refused(splits, cuts):
+    with pytest.raises(ValueError, match="a flat split is alone"):
+        Sharding((2, 1), (0, 1), splits, cuts)

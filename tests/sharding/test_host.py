@@ -75,7 +75,7 @@ def late(rank, world):
         time.sleep(2)
     else:
         began = time.monotonic()
-        with pytest.raises(fs.RankError, match="rank 1 did not come within 0.5 s; rank 0 waited in the sum"):
+        with pytest.raises(fs.RankError, match=r"rank 1 did not come within 0.5 s; rank 0 waited in the sum"):
             board.wait(lambda r: board.read(r, 0) > 0 or r == 0, lambda: "the sum")
         assert time.monotonic() - began < 2
 
