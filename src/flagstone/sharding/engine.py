@@ -236,6 +236,11 @@ class Engine:
 
     # Weights of a unit.
 
+    def begin_loading(self, unit: Unit) -> None:
+        """Begin to make a unit's weights whole."""
+        for stream in unit.streams:
+            self._load(stream)
+
     def acquire(self, unit: Unit) -> None:
         """Make a unit's weights whole, and let its modules have them."""
         for stream in unit.streams:

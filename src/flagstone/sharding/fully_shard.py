@@ -62,6 +62,8 @@ def fully_shard(
     Raises:
         FlagstoneError: naming the parameter that cannot be sharded; nothing was changed.
     """
+    if not isinstance(reshard_after_forward, (bool, NoneType)):
+        raise FlagstoneError(f"reshard_after_forward is True, False or None, not {reshard_after_forward!r}")
     modules = list(module) if isinstance(module, (list, tuple)) else [module]
     rows, me, device = _ranks(mesh, modules)
     ignored = {id(p) for p in ignored_params or ()}
@@ -89,12 +91,21 @@ class ShardedModule:
 
     _flagstone_unit: Unit
 
-    def unshard(self) -> None:
-        """Make this unit's parameters whole, until ``reshard``. All ranks call it."""
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Make this unit's parameters whole, until ``reshard``. All ranks call it.
+
+        Args:
+            async_op: whether to begin only, and return a handle whose ``wait`` ends it.
+        """
         unit = self._flagstone_unit
         unit.engine.begin_reading()
-        unit.engine.acquire(unit)
+        unit.engine.begin_loading(unit)
         unit.pinned = True
+        handle = UnshardHandle(unit)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
 
     def reshard(self) -> None:
         """Let the module have its sharded parameters again."""
@@ -145,7 +156,7 @@ class ShardedModule:
         engine = self._flagstone_unit.engine
         if not engine.is_computing:
             engine.rest()
-        return super().named_parameters(*args, **kwargs)  # type: ignore[misc,no-any-return]
+        return super().named_parameters(*args, **kwargs)  # type: ignore[misc]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise FlagstoneError(
@@ -155,6 +166,18 @@ class ShardedModule:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise FlagstoneError("a sharded module cannot be pickled; save it with flagstone.save")
+
+
+class UnshardHandle:
+    """A unit whose parameters are on their way."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = unit
+
+    def wait(self) -> None:
+        """Let the modules have them when they are there."""
+        if self._unit.pinned:
+            self._unit.engine.acquire(self._unit)
 
 
 def _units(module: Any, recurse: bool) -> Iterator[Unit]:
