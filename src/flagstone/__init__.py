@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         save,
         verify,
     )
+    from flagstone.flat import FlatParameter, FlattenParamsWrapper
     from flagstone.flat.places import (
         FlatViews,
         ParameterPlace,
@@ -54,6 +55,7 @@ __version__ = "0.1.0"
 # Loaded when first used: `import flagstone` needs neither torch nor numpy.
 _HOMES = {
     "per_rank": "flagstone.adapters.per_rank",
+    **dict.fromkeys(("FlatParameter", "FlattenParamsWrapper"), "flagstone.flat"),
     **dict.fromkeys(
         ("FlatViews", "ParameterPlace", "copy_to", "dematerialize", "materialize", "numel_of", "place_of", "places_of"),
         "flagstone.flat.places",
@@ -86,7 +88,9 @@ __all__ = [
     "DamagedError",
     "FlagstoneError",
     "FlagstoneWarning",
+    "FlatParameter",
     "FlatViews",
+    "FlattenParamsWrapper",
     "LazyTensor",
     "LoadError",
     "LoadReport",

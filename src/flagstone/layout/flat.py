@@ -23,12 +23,16 @@ from flagstone.layout.files import BLOCK
 
 
 class Place(NamedTuple):
-    """A parameter's place in a flat buffer: ``numel`` elements from ``offset``, row-major."""
+    """A parameter's place in a flat buffer: ``numel`` elements from ``offset``.
+
+    ``order`` lists its dimensions as they lie in memory, the one with the longest stride first; empty for row-major.
+    """
 
     name: str
     shape: Shape
     offset: int
     numel: int
+    order: Shape = ()
 
     @property
     def span(self) -> Span:
