@@ -55,8 +55,8 @@ class Cpu(Comm):
         self._staging: dict[int, list[Tensor]] = {}
         self._scratch: list[Tensor] = []
         self._board: Board
-        self._streams: Sequence[Stream] = ()
         self._at: list[int] = []  # each stream's first counter
+        self._buffers: list[int] = []  # the number of the first stream that has the same buffer for whole weights
         self._begun: list[int] = []
         self._posted: list[int] = []
         self._summed: list[int] = []
@@ -84,11 +84,13 @@ class Cpu(Comm):
 
     def begin(self, streams: Sequence[Stream]) -> None:
         self._host.timeout = self._link.timeout = self.timeout
-        self._streams, self._at = streams, []
+        self._at = []
         at = 1
         for stream in streams:
             self._at.append(at)
             at += _USED + -(-len(stream.places) // _BITS)
+        slots = [s.weight_slot for s in streams]
+        self._buffers = [i if slot is None else slots.index(slot) for i, slot in enumerate(slots)]
         count = len(streams)
         self._begun, self._posted, self._summed, self._backward = [0] * count, [0] * count, [0] * count, 1
         self._board = Board(self._host, at)
@@ -119,7 +121,7 @@ class Cpu(Comm):
             self._sending.append(exchange)
             return exchange
         self._sending.append(self._link.exchange(leaving, {}, tag, what))
-        buffer = self._buffer(stream)
+        buffer = self._buffers[stream.number]
         self._begun[buffer] += 1
         count, at = self._begun[buffer], self._at[buffer]
         self._board.publish(at + _BEGUN, count)
@@ -137,12 +139,6 @@ class Cpu(Comm):
     def _receiver(self, rank: int, host: Sequence[int]) -> int:
         """Which rank of a host gets the weights of a rank of another."""
         return host[rank % len(host)]
-
-    def _buffer(self, stream: Stream) -> int:
-        """The number of the first stream that has the same buffer for whole weights."""
-        if stream.weight_slot is None:
-            return stream.number
-        return min(s.number for s in self._streams if s.weight_slot is stream.weight_slot)
 
     # Gradients.
 
@@ -180,14 +176,14 @@ class Cpu(Comm):
         if self._away:
             return
         self._board.publish(_ENDED, self._backward)
-        self._board.wait(self._has_ended, lambda: "the end of backward", self._serve)
-        self._serve()
+        self._board.wait(self._has_ended, lambda: "the end of backward", lambda: self._serve(streams))
+        self._serve(streams)
         self._board.barrier("the end of backward")
         self._backward += 1
 
-    def _serve(self) -> None:
+    def _serve(self, streams: Sequence[Stream]) -> None:
         """Sum what others have and this rank has not, so that they can go on."""
-        for stream in self._streams:
+        for stream in streams:
             while True:
                 window = self._posted[stream.number] + 1
                 states = self._states(stream, window)
@@ -253,9 +249,7 @@ class Cpu(Comm):
 
     def recover(self, streams: Sequence[Stream]) -> None:
         board, ranks = self._board, range(self._host.size)
-        board.leave()
-        board.barrier("recovering from an exception")
-        board.settle()
+        board.regroup()
         most = [[max(board.read(r, at + i) for r in ranks) for i in range(_USED)] for at in self._at]
         self._backward = max(board.read(r, _ENDED) for r in ranks) + 1
         board.barrier("recovered from an exception")

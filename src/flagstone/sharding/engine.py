@@ -503,6 +503,8 @@ class Engine:
         self.depth = 0
         self.rest()
         self.comm.recover(self.streams)
+        if self.replicas is not None:
+            self.replicas.recover(self.streams)
         del under_way  # not before all ranks are here: some may have been waiting for it
 
     # What sharded tensors ask for.

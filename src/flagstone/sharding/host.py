@@ -30,7 +30,8 @@ PAGE = 4096
 _LINE = 8  # counters of 8 bytes in a cache line
 _SPINS = 200  # looks at a counter before the first sleep
 _NAP = 50e-6, 1e-3  # seconds between looks: at first, at most
-_HEAD, _LEFT = 4, 3  # counters of the board itself: barriers, two kinds, exceptions
+_HEAD = 5  # counters of the board itself: barriers reached, kinds of the last two, steps left, steps recovered from
+_BARRIERS, _KIND, _LEFT, _BACK = 0, 1, 3, 4
 _PULSE = 0.05  # seconds between looks at the other processes
 
 
@@ -235,20 +236,14 @@ class Board:
         self.host = host
         self._rows = host.board(_HEAD + counters)
         self._barriers = 0
-        self._left = [0] * host.size
+        self._left = 0
 
     def read(self, rank: int, index: int) -> int:
         return int(self._rows[rank][_HEAD + index])
 
     def publish(self, index: int, value: int) -> None:
         """Set this rank's counter; whoever sees it sees what this rank wrote before."""
-        self.host.publish(self._rows[self.host.rank], _HEAD + index, value)
-
-    def leave(self) -> None:
-        """Tell the others that this rank gives up what it was in the middle of; those who wait for it raise."""
-        row = self._rows[self.host.rank]
-        self.host.publish(row, _LEFT, int(row[_LEFT]) + 1)
-        self._left[self.host.rank] += 1
+        self._count(_HEAD + index, value)
 
     def wait(
         self, reached: Callable[[int], bool], what: Callable[[], str], idle: Callable[[], None] | None = None
@@ -258,7 +253,7 @@ class Board:
         def arrived(rank: int) -> bool:
             if reached(rank):
                 return True
-            if int(self._rows[rank][_LEFT]) > self._left[rank]:
+            if int(self._rows[rank][_LEFT]) > self._left:
                 name = self.host.ranks[rank]
                 raise RankError(f"rank {name} has left this step with an exception; rank {self._me} waited in {what()}")
             if idle is not None:
@@ -273,12 +268,10 @@ class Board:
             return
         digest = int.from_bytes(hashlib.sha256(kind.encode()).digest()[:7], "little")
         self._barriers += 1
-        mine = self._barriers
-        row = self._rows[self.host.rank]
-        kind_at = 1 + mine % 2  # nobody can be two barriers ahead
-        row[kind_at] = digest
-        self.host.publish(row, 0, mine)
-        self.host.wait(lambda r: int(self._rows[r][0]) >= mine, lambda: kind)
+        count, kind_at = self._barriers, _KIND + self._barriers % 2  # nobody can be two barriers ahead
+        self._rows[self.host.rank][kind_at] = digest
+        self._count(_BARRIERS, count)
+        self.wait(lambda r: int(self._rows[r][_BARRIERS]) >= count, lambda: kind)
         for r in range(self.host.size):
             if int(self._rows[r][kind_at]) != digest:
                 raise RankError(
@@ -286,9 +279,21 @@ class Board:
                     "backward, optimizer steps and changes of weights in the same order"
                 )
 
-    def settle(self) -> None:
-        """Forget who has left; all ranks are here."""
-        self._left = [int(row[_LEFT]) for row in self._rows]
+    def regroup(self) -> None:
+        """Leave a step that an exception has ended: those who wait for this rank raise. Wait until all have left it."""
+        self._left += 1
+        self._count(_LEFT, self._left)
+        self._everyone(_LEFT)
+        self._barriers = max(int(row[_BARRIERS]) for row in self._rows)
+        self._count(_BACK, self._left)
+        self._everyone(_BACK)
+        self._count(_BARRIERS, self._barriers)
+
+    def _everyone(self, counter: int) -> None:
+        self.host.wait(lambda r: int(self._rows[r][counter]) >= self._left, lambda: "recovering from an exception")
+
+    def _count(self, counter: int, value: int) -> None:
+        self.host.publish(self._rows[self.host.rank], counter, value)
 
     @property
     def _me(self) -> int:
