@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from flagstone.adapters.pytorch import NAMES
 from flagstone.errors import FlagstoneError
@@ -148,8 +149,10 @@ def relaid(flat: Tensor, places: Sequence[Place], wanted: Sequence[Place]) -> Te
 def _check_one(name: str, param: Any) -> None:
     if isinstance(param, FlatParameter):
         raise FlagstoneError(f"{name} is flat already; a flat parameter holds no other")
-    if not isinstance(param, Tensor) or type(param.data) is not Tensor or param.dtype not in NAMES:
-        raise FlagstoneError(f"{name} is {type(param).__name__}; only plain dense tensors can be flattened")
+    if not isinstance(param, Tensor) or is_lazy(param) or type(param.data) is not Tensor:
+        raise FlagstoneError(f"{name} is {type(param).__name__}; only plain tensors with values can be flattened")
+    if param.layout != torch.strided or param.dtype not in NAMES:
+        raise FlagstoneError(f"{name} is {param.dtype}, {param.layout}; it cannot be flattened")
 
 
 def _order(tensor: Tensor) -> tuple[int, ...]:

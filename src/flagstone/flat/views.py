@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor, is_grad_enabled, nn
+from torch.compiler import is_compiling
 
 from flagstone.errors import FlagstoneError
 from flagstone.flat.parameter import shaped, view_of
@@ -46,7 +47,7 @@ class Source:
         split = self._split  # once: another thread may end its forward
         if split is not None and is_grad_enabled():
             whole, version, views = split
-            if whole is flat and version == flat._version:
+            if whole is flat and (is_compiling() or version == flat._version):  # a graph has no versions
                 return views[index]
         return view_of(flat, self.places[index])
 
