@@ -388,9 +388,10 @@ def entry_points(rank, world, how):
         model.read()
     with pytest.raises(fs.FlagstoneError, match=r"first\.weight.*register_forward_method"):
         model.half(x)
-    for name in ("read", "half"):
+    for name in ("read", "half", "generate"):
         fs.register_forward_method(model, name)
     with torch.no_grad():
+        assert torch.equal(model.generate(x), plain.generate(x))
         assert torch.equal(model.read(), plain.read())
     model.half(x).square().mean().backward()
     gradients = []

@@ -82,6 +82,9 @@ class Comm(ABC):
     def write_weights(self) -> None:  # noqa: B027
         """Wait until this rank's weights may be changed: nobody reads them any more."""
 
+    def end_forward(self) -> None:  # noqa: B027
+        """No backward follows: wait until others have what this rank sends, as it may be about to end."""
+
     @abstractmethod
     def gather(self, stream: Stream) -> Ticket: ...
 

@@ -102,11 +102,14 @@ class Cpu(Comm):
             self._board.barrier("the first use of weights after they were changed")
 
     def write_weights(self) -> None:
+        self.end_forward()
+        if not self._away:
+            self._board.barrier("the first change of weights after they were used")
+
+    def end_forward(self) -> None:
         for exchange in self._sending:
             exchange.release()
         self._sending.clear()
-        if not self._away:
-            self._board.barrier("the first change of weights after they were used")
 
     def gather(self, stream: Stream) -> Ticket:
         if not self._away:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
@@ -341,6 +342,8 @@ class Engine:
         if not unit.is_busy and not (keep and not unit.reshard_after_forward):
             self.release(unit)
         if not self.is_computing:
+            if not keep and sys.exc_info()[0] is None:
+                self.comm.end_forward()
             self.rest()
 
     def rest(self) -> None:

@@ -370,10 +370,12 @@ def _after(unit: Unit, module: nn.Module | None, args: Any, kwargs: Any, output:
         inputs = [] if engine.comm.shares_weights else [t for t in _tensors((args, kwargs)) if t.grad_fn is not None]
         if inputs:
             call = object()
-            done = torch.autograd.graph.register_multi_grad_hook(inputs, lambda _: unit.engine.inputs_done(unit, call))
-            for tensor, hook in zip(inputs, done.handles, strict=True):  # type: ignore[attr-defined]
+            # The first of them is enough: autograd goes backward through time, and all of this call came after its
+            # inputs. And it must be told before the unit begins whose output it is.
+            for tensor in inputs:
+                hook = tensor.register_hook(lambda _: unit.engine.inputs_done(unit, call))
                 hooks = cast(dict[int, Any], tensor._backward_hooks)
-                ordered = {hook.id: hooks.pop(hook.id), **hooks}  # before the unit begins whose output it is
+                ordered = {hook.id: hooks.pop(hook.id), **hooks}
                 hooks.clear()
                 hooks.update(ordered)
         for tensor in results:
