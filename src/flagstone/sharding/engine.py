@@ -311,7 +311,7 @@ class Engine:
 
     @_told
     def enter(self, unit: Unit) -> None:
-        if not _in_graph() and (unit.in_backward or (unit.is_root and unit.entered)):
+        if not _in_graph() and (unit.in_backward or (unit.is_root and unit.entered > unit.methods)):
             self.recover()  # the last backward was not ended, or the last forward was interrupted
         if self.depth == 0 and not _in_graph():
             self.begin_reading()

@@ -206,9 +206,11 @@ def register_forward_method(module: nn.Module, name: str) -> None:
         owner = me()
         args, kwargs = _before(unit, owner, args, kwargs)
         output = None
+        unit.methods += 1
         try:
             output = method.__func__(owner, *args, **kwargs)
         finally:
+            unit.methods -= 1
             output = _after(unit, owner, args, kwargs, output)
         return output
 

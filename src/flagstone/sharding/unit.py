@@ -42,6 +42,7 @@ class Unit:
         self.forward_prefetch: list[weakref.ref[Unit]] | None = None
         self.backward_prefetch: list[weakref.ref[Unit]] | None = None
         self.entered = 0
+        self.methods = 0  # of those, methods with another name, which may call forward
         self.todo: set[int] = set()  # modules of the unit that this forward has still to see
         self.in_backward = False
         self.pinned = False
