@@ -82,8 +82,8 @@ class Comm(ABC):
     def write_weights(self) -> None:  # noqa: B027
         """Wait until this rank's weights may be changed: nobody reads them any more."""
 
-    def end_forward(self) -> None:  # noqa: B027
-        """No backward follows: wait until others have what this rank sends, as it may be about to end."""
+    def finish_sending(self) -> None:  # noqa: B027
+        """Wait until others have the weights that this rank sends: it may be about to end."""
 
     @abstractmethod
     def gather(self, stream: Stream) -> Ticket: ...

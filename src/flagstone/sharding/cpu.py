@@ -102,11 +102,11 @@ class Cpu(Comm):
             self._board.barrier("the first use of weights after they were changed")
 
     def write_weights(self) -> None:
-        self.end_forward()
+        self.finish_sending()
         if not self._away:
             self._board.barrier("the first change of weights after they were used")
 
-    def end_forward(self) -> None:
+    def finish_sending(self) -> None:
         for exchange in self._sending:
             exchange.release()
         self._sending.clear()

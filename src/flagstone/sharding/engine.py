@@ -81,6 +81,8 @@ class Engine:
         self._is_ready = False
         self.slots: list[Slot] = []
         self._flags_changed = False  # some requires_grad
+        self._asker: weakref.ref[object] | None = None  # a module whose state_dict is being made
+        self._hidden: list[weakref.ref[Stream]] = []  # the streams whose whole parameters are hidden from it
         self._reducing: list[tuple[Stream, Ticket]] = []
         self._next: dict[tuple[str, int], weakref.ref[Unit]] = {}  # what came after a unit, in forward and in backward
         self._last: tuple[str, weakref.ref[Unit] | None] = ("", None)
@@ -343,7 +345,7 @@ class Engine:
             self.release(unit)
         if not self.is_computing:
             if not keep and sys.exc_info()[0] is None:
-                self.comm.end_forward()
+                self.comm.finish_sending()
             self.rest()
 
     def rest(self) -> None:
@@ -353,6 +355,23 @@ class Engine:
             if not unit.is_busy or (failed and not unit.entered and not unit.pinned):
                 for stream in unit.streams:
                     stream.views.remove()
+
+    def show_sharded(self, asker: object) -> None:
+        """Let even modules that compute have their sharded parameters, until the same asks to show them whole."""
+        self.rest()
+        if self._asker is None or self._asker() in (None, asker):
+            self._asker = weakref.ref(asker)
+            self._hidden = [weakref.ref(s) for s in self.streams if s.views.installed] if self._is_ready else []
+            for stream in self._hidden:
+                cast(Stream, stream()).views.remove()
+
+    def show_whole(self, asker: object) -> None:
+        if self._asker is not None and self._asker() is asker:
+            self._asker = None
+            for reference in self._hidden:
+                stream = reference()
+                if stream is not None:
+                    stream.views.install()
 
     # Backward.
 
@@ -471,6 +490,7 @@ class Engine:
         self._reducing.clear()
         if any(s.unit.sync for s in self.streams):
             self.comm.end_backward(self.streams)
+        self.comm.finish_sending()
         for slot in self.slots:
             if slot.ticket is not None:
                 slot.ticket.release()

@@ -341,12 +341,16 @@ def _hook(module: nn.Module, unit: Unit) -> None:
 
     module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
     module.register_forward_hook(after, with_kwargs=True, always_call=True)
-    module.register_state_dict_pre_hook(lambda *_: unit.engine.rest())
+    module.register_state_dict_pre_hook(lambda *_: unit.engine.show_sharded(me()))
+    module.register_state_dict_post_hook(lambda *_: unit.engine.show_whole(me()))
     module.register_load_state_dict_pre_hook(_refuse_assign)
 
 
 def _refuse_assign(module: nn.Module, state: Any, prefix: str, metadata: Mapping[str, Any], *_: Any) -> None:
-    module._flagstone_unit.engine.rest()  # type: ignore[union-attr,operator]
+    unit: Unit = module._flagstone_unit  # type: ignore[assignment]
+    unit.engine.rest()
+    if unit.is_busy:
+        raise FlagstoneError(f"load_state_dict of {unit.name}, whose weights are whole and in use; reshard it first")
     if metadata.get("assign_to_params_buffers", False):
         raise FlagstoneError(
             "load_state_dict(assign=True) would replace sharded parameters; leave assign out, values are copied"

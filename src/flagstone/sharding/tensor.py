@@ -85,7 +85,7 @@ class Placement:
     def before_write(self) -> None:
         if self.is_weight:
             self.owner.before_write()
-            self.is_unset = False
+        self.is_unset = False
 
 
 class ShardedTensor(torch.Tensor):
@@ -307,7 +307,11 @@ def _like(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
     source: ShardedTensor = args[0]
     if result is source:
         return source
-    return _wrap(result, source.placement.of_value())
+    placement = source.placement.of_value()
+    if func.__name__ == "empty_like":
+        placement = placement.reshaped(source.shape)
+        placement.is_unset = True
+    return _wrap(result, placement)
 
 
 zeros_for: list[Callable[[ShardedTensor], Tensor | None]] = []  # who says where ``zeros_like`` puts what it makes
