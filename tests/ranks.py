@@ -60,6 +60,12 @@ class Ranks:
     def pid(self, rank: int) -> int:
         return int(self._worker(rank)[0].pid)
 
+    def kill(self, rank: int) -> None:
+        """End a process, also one that stands still. The next run begins another."""
+        process, _ = self._workers[rank]
+        process.kill()
+        process.join()
+
     def close(self) -> None:
         for process, pipe in self._workers.values():
             pipe.close()
@@ -104,6 +110,7 @@ def _serve(pipe: Any) -> None:
             function, args, rank, world, port = pipe.recv()
         except EOFError:
             return
+        environment = dict(os.environ)
         try:
             dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
             result = function(rank, world, *args)
@@ -112,6 +119,8 @@ def _serve(pipe: Any) -> None:
             result = error
         if dist.is_initialized():
             dist.destroy_process_group()
+        os.environ.clear()
+        os.environ.update(environment)
         try:
             pipe.send(result)
         except Exception as error:

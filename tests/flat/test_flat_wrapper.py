@@ -82,6 +82,7 @@ def test_a_model_made_on_meta_gets_its_memory_and_its_values():
 
 def test_data_that_was_swapped_is_what_is_read():
     wrapper = wrapped()
+    wrapper(data())
     wrapper.flat_param.data = torch.arange(wrapper.flat_param.numel()).float()
     assert wrapper[0].weight[0].tolist() == [0, 1, 2, 3]
     assert wrapper(data()).shape == (5, 3)
@@ -103,6 +104,35 @@ def test_functional_call_uses_the_flat_parameter_that_it_is_given():
 
     both = torch.stack([wrapper.flat_param.detach(), flat.detach()])
     assert torch.allclose(vmap(grad(loss))(both)[1], flat.grad)
+
+
+def test_what_is_read_or_copied_inside_of_a_forward_is_as_outside():
+    class Reads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.wrapper = wrapper
+
+        def forward(self):
+            return self.wrapper[0].weight
+
+    def look(*_):
+        seen.append(wrapper[0].weight)
+        seen.append(functional_call(Reads(), {"wrapper.flat_param_0": zeros}))
+        seen.append(copy.deepcopy(wrapper)[0].weight)
+        with torch.no_grad():
+            wrapper.flat_param.add_(1)
+        seen.append(wrapper[0].weight * 1)
+
+    wrapper, seen = wrapped(), []
+    zeros = torch.zeros_like(wrapper.flat_param, requires_grad=False)
+    while zeros._version < wrapper.flat_param._version:
+        zeros.zero_()
+    before = wrapper[0].weight.detach().clone()
+    wrapper[2].register_forward_pre_hook(look)
+    wrapper(data())
+    assert not seen[1].any()
+    assert torch.equal(seen[2], before)
+    assert torch.equal(seen[3], before + 1)
 
 
 def test_a_flat_parameter_made_of_others_passes_their_gradients_on():
@@ -398,6 +428,16 @@ def test_a_wrapper_around_a_wrapper_is_like_one():
     assert twice.num_params_managed == 0
 
 
+def test_what_an_inner_wrapper_leaves_the_outer_one_takes():
+    module = net()
+    module[0] = fs.FlattenParamsWrapper(module[0], [module[0].weight])
+    wrapper = fs.FlattenParamsWrapper(module)
+    assert wrapper.metadata(0)[0] == ["0.bias", "1.weight", "1.bias", "2.weight", "2.bias"]
+    equal(wrapper.state_dict(), net().state_dict())
+    wrapper.load_state_dict(wrapper.flat_state_dict())
+    step(wrapper)
+
+
 class Own(nn.Module):
     """Parameters whose names look like those of flat ones."""
 
@@ -487,6 +527,7 @@ def test_a_load_that_breaks_off_leaves_a_wrapper_that_trains():
         module = outer(wrapper)
         with pytest.raises(ZeroDivisionError):
             module.load_state_dict(module.state_dict())
+        assert wrapper.is_flattened == (module is wrapper)  # by its own hand, or when next used
         wrapper(data()).sum().backward()
         assert wrapper.flat_param.grad.any()
 
@@ -564,13 +605,19 @@ def test_changes_inside_of_unflatten_params_are_kept_in_place_replaced_and_by_da
 
 
 def test_what_cannot_be_kept_is_named_and_the_rest_is_kept():
-    wrapper = fs.FlattenParamsWrapper(nn.ModuleDict({"a": nn.Linear(2, 2), "t": tied()}))
+    wrapper = fs.FlattenParamsWrapper(nn.ModuleDict({"a": nn.Linear(2, 2), "m": nn.Linear(1, 1), "t": tied()}))
     with pytest.raises(fs.FlagstoneError) as caught, wrapper.unflatten_params():  # noqa: PT012
         wrapper["a"].weight = nn.Parameter(torch.zeros(3, 3))
         del wrapper["a"].bias
         wrapper["t"]["enc"].weight = nn.Parameter(torch.ones(5, 3))
         wrapper["t"]["dec"].bias = nn.Parameter(torch.full((5,), 9.0))
-    for part in ("a.weight has shape [3, 3], not [2, 2]", "a.bias was deleted", "t.enc.weight is no longer shared"):
+        wrapper["m"].bias = nn.Parameter(torch.zeros(1, device="meta"))
+    for part in (
+        "a.weight has shape [3, 3], not [2, 2]",
+        "a.bias was deleted",
+        "m.bias is on meta, not on cpu",
+        "t.enc.weight is no longer shared",
+    ):
         assert part in str(caught.value)
     assert wrapper.is_flattened
     assert wrapper["t"]["dec"].bias.eq(9).all()
@@ -603,6 +650,8 @@ def test_other_flat_tensors_are_used_for_a_while():
     average = torch.zeros_like(before)
     with wrapper.unflatten_params([average]):
         assert not wrapper(data()).any()
+        wrapper(data()).sum().backward()
+        assert wrapper[2].bias.grad.any()
         wrapper[2].bias = nn.Parameter(torch.ones(3))
         with wrapper.unflatten_params():
             assert not wrapper.is_flattened
@@ -610,6 +659,7 @@ def test_other_flat_tensors_are_used_for_a_while():
             pass
     assert torch.equal(wrapper.flat_param, before)
     assert average[-3:].eq(1).all()
+    assert wrapper.flat_param.grad is None
     for wrong in ([], [torch.zeros(3)]):
         with pytest.raises(fs.FlagstoneError, match="flat tensors of shapes"), wrapper.unflatten_params(wrong):
             pass
@@ -671,6 +721,11 @@ def test_wrong_arguments_are_named_and_change_nothing():
     inner = nested()
     with pytest.raises(fs.FlagstoneError, match=r"0\.flat_param_0 is flat already"):
         fs.FlattenParamsWrapper(inner.module, [inner[0].flat_param])
+
+
+def test_an_attribute_before_init_is_missing_as_in_any_module():
+    with pytest.raises(AttributeError, match="anything"):
+        _ = fs.FlattenParamsWrapper.__new__(fs.FlattenParamsWrapper).anything
 
 
 def test_views_of_a_wrong_number_of_tensors_are_refused():

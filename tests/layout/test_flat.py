@@ -109,6 +109,7 @@ def test_overlap_counts_from_where_the_first_begins(place, span):
     elements = np.arange(40)
     both = np.intersect1d(elements[place.start : place.stop], elements[span.start : span.stop])
     found = overlap(place, span)
+    assert found.stop <= place.length
     assert np.array_equal(elements[place.start : place.stop][found.start : found.stop], both)
 
 

@@ -13,9 +13,11 @@ import torch
 import flagstone as fs
 from flagstone.sharding.host import Board, neighbours
 from ranks import Died
+from sharded import connect
 
 
 def host_of(world, timeout=20.0):
+    connect(None, 0)
     host, _ = neighbours(range(world))
     host.timeout = timeout
     return host
