@@ -91,10 +91,8 @@ class FlatParameter(nn.Parameter):
         return (view_of(data, place) for place in self.places)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FlatParameter:
-        if id(self) not in memo:
-            made, (data, *known) = self.__reduce_ex__(2)
-            memo[id(self)] = made(data.clone(), *deepcopy(known, memo))
-        return memo[id(self)]
+        made, (data, *known) = self.__reduce_ex__(2)
+        return made(data.clone(), *deepcopy(known, memo))
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, tuple[Any, ...]]:
         places = [tuple(place) for place in self.places]
@@ -160,6 +158,5 @@ def _order(tensor: Tensor) -> tuple[int, ...]:
     if tensor.is_contiguous():
         return ()
     stride = torch.empty_like(tensor, device="meta").stride()
-    # of two dimensions with one stride, that of one element lies inside
-    order = sorted(range(tensor.dim()), key=lambda dim: (-stride[dim], tensor.shape[dim] == 1))
+    order = sorted(range(tensor.dim()), key=lambda dim: -stride[dim])
     return () if order == list(range(tensor.dim())) else tuple(order)

@@ -310,11 +310,8 @@ class FlattenParamsWrapper(nn.Module):
         plain.update(*self._aliases.values())
         if len(self._sources) == 1 and f"{prefix}flat_param" in state_dict and "flat_param" not in plain:
             state_dict[prefix + self.flat_param_names[0]] = state_dict.pop(f"{prefix}flat_param")
-        present = {key.removeprefix(prefix) for key in state_dict if key.startswith(prefix)}
-        if plain & (present - self._sources.keys()):
-            return False
         return any(
-            key in present and (key not in plain or state_dict[prefix + key].shape == (source.numel,))
+            prefix + key in state_dict and (key not in plain or state_dict[prefix + key].shape == (source.numel,))
             for key, source in self._sources.items()
         )
 
