@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-_WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+_WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_fpw_module"})
 
 
 class Names:

@@ -91,8 +91,11 @@ class Comm(ABC):
     @abstractmethod
     def reduce(self, stream: Stream, used: Sequence[bool]) -> Ticket: ...
 
-    def end_backward(self, streams: Sequence[Stream]) -> None:  # noqa: B027
-        """This rank reduces nothing more in this backward; take part in what others still do."""
+    def close_backward(self, streams: Sequence[Stream]) -> None:  # noqa: B027
+        """This rank begins no more reductions in this backward."""
+
+    def end_backward(self) -> None:  # noqa: B027
+        """And has finished its own: take part in those that others still make."""
 
     def recover(self, streams: Sequence[Stream]) -> None:  # noqa: B027
         """Forget what an exception has left undone."""

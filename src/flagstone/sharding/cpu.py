@@ -55,6 +55,7 @@ class Cpu(Comm):
         self._staging: dict[int, list[Tensor]] = {}
         self._scratch: list[Tensor] = []
         self._board: Board
+        self._serving: Sequence[Stream] = ()  # between the last reduction of a backward and its end
         self._at: list[int] = []  # each stream's first counter
         self._buffers: list[int] = []  # the number of the first stream that has the same buffer for whole weights
         self._begun: list[int] = []
@@ -146,13 +147,17 @@ class Cpu(Comm):
     # Gradients.
 
     def reduce(self, stream: Stream, used: Sequence[bool]) -> Ticket:
-        number, at = stream.number, self._at[stream.number]
+        self._post(stream, used)
+        return _Reduction(self, stream, self._posted[stream.number], self._send_gradients(stream, used))
+
+    def _post(self, stream: Stream, used: Sequence[bool]) -> None:
+        """Say that this rank's gradients for the next window are complete, and of which parameters there are any."""
+        at = self._at[stream.number]
         for i in range(0, len(used), _BITS):
             bits = sum(1 << j for j, has in enumerate(used[i : i + _BITS]) if has)
             self._board.publish(at + _USED + i // _BITS, bits)
-        self._posted[number] += 1
-        self._board.publish(at + _POSTED, self._posted[number])
-        return _Reduction(self, stream, self._posted[number], self._send_gradients(stream, used))
+        self._posted[stream.number] += 1
+        self._board.publish(at + _POSTED, self._posted[stream.number])
 
     def _send_gradients(self, stream: Stream, used: Sequence[bool]) -> _Remote | None:
         if not self._away:
@@ -175,25 +180,28 @@ class Cpu(Comm):
             known = self._staging[key] = [torch.empty(nbytes, dtype=torch.uint8) for _ in self._away]
         return {r: b[:nbytes].view(stream.reduce_dtype) for r, b in zip(self._away, known, strict=True)}
 
-    def end_backward(self, streams: Sequence[Stream]) -> None:
-        if self._away:
-            return
-        self._board.publish(_ENDED, self._backward)
-        self._board.wait(self._has_ended, lambda: "the end of backward", lambda: self._serve(streams))
-        self._serve(streams)
-        self._board.barrier("the end of backward")
-        self._backward += 1
+    def close_backward(self, streams: Sequence[Stream]) -> None:
+        if not self._away:
+            self._serving = streams
+            self._board.publish(_ENDED, self._backward)
 
-    def _serve(self, streams: Sequence[Stream]) -> None:
-        """Sum what others have and this rank has not, so that they can go on."""
-        for stream in streams:
+    def end_backward(self) -> None:
+        if not self._away:
+            self._board.wait(self._has_ended, lambda: "the end of backward", self._serve)
+            self._serve()
+            self._serving = ()
+            self._board.barrier("the end of backward")
+            self._backward += 1
+
+    def _serve(self) -> None:
+        """Sum what others have and this rank has not, so that they can go on; when it reduces nothing more itself."""
+        for stream in self._serving:
             while True:
                 window = self._posted[stream.number] + 1
                 states = self._states(stream, window)
                 if None in states or not any(states):
                     break
-                self._posted[stream.number] = window
-                self._board.publish(self._at[stream.number] + _POSTED, window)
+                self._post(stream, [False] * len(stream.places))
                 self._sum(stream, states, None)
 
     def _states(self, stream: Stream, window: int) -> list[bool | None]:
@@ -216,7 +224,7 @@ class Cpu(Comm):
         def known(rank: int) -> bool:
             return self._board.read(rank, at) >= window or (remote is None and self._has_ended(rank))
 
-        self._board.wait(known, lambda: f"reduce of {stream.name}")
+        self._board.wait(known, lambda: f"reduce of {stream.name}", self._serve)
         self._sum(stream, self._states(stream, window), remote)
 
     def _sum(self, stream: Stream, states: Sequence[bool | None], remote: _Remote | None) -> None:
@@ -228,10 +236,10 @@ class Cpu(Comm):
         used = torch.zeros(len(stream.places), dtype=torch.bool)
         parts: dict[int, Tensor] = {}
         for local, rank in enumerate(self._here):
-            if states[local]:
+            bits = [self._board.read(local, at + _USED + i // _BITS) >> (i % _BITS) & 1 for i in range(len(used))]
+            if states[local] and any(bits):
                 mine = slot.everyone[local][stream.span.start * size : stream.span.stop * size]
                 parts[rank] = mine.view(stream.reduce_dtype)
-                bits = [self._board.read(local, at + _USED + i // _BITS) >> (i % _BITS) & 1 for i in range(len(used))]
                 used |= torch.tensor(bits, dtype=torch.bool)
         if remote is not None:
             for rank, which in remote.used.items():
@@ -252,6 +260,7 @@ class Cpu(Comm):
 
     def recover(self, streams: Sequence[Stream]) -> None:
         board, ranks = self._board, range(self._host.size)
+        self._serving = ()
         board.regroup()
         most = [[max(board.read(r, at + i) for r in ranks) for i in range(_USED)] for at in self._at]
         self._backward = max(board.read(r, _ENDED) for r in ranks) + 1

@@ -461,13 +461,16 @@ class Engine:
 
     def _close(self, stream: Stream) -> None:
         """Begin to reduce what a stream has, and finish what was begun before that."""
+        self._reduce(stream)
+        while len(self._reducing) >= SLOTS:
+            self._reducing.pop(0)[1].finish()
+
+    def _reduce(self, stream: Stream) -> None:
         assert stream.gradient_slot is not None
         ticket = self.comm.reduce(stream, stream.close())
         stream.gradient_slot.ticket = ticket
         self._issue("reduce", stream)
         self._reducing.append((stream, ticket))
-        while len(self._reducing) >= SLOTS:
-            self._reducing.pop(0)[1].finish()
 
     def reduced(self, stream: Stream, parts: Sequence[Tensor], used: Sequence[bool]) -> None:
         """The ranks' gradients of this rank's part are here: add them up."""
@@ -484,12 +487,15 @@ class Engine:
                 if stream.unsynced is not None and not stream.is_open:
                     self._open(stream)
                 if stream.is_open:
-                    self._close(stream)
+                    self._reduce(stream)
+        reduces = any(s.unit.sync for s in self.streams)
+        if reduces:
+            self.comm.close_backward(self.streams)
         for _, ticket in self._reducing:
             ticket.finish()
         self._reducing.clear()
-        if any(s.unit.sync for s in self.streams):
-            self.comm.end_backward(self.streams)
+        if reduces:
+            self.comm.end_backward()
         self.comm.finish_sending()
         for slot in self.slots:
             if slot.ticket is not None:
