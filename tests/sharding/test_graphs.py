@@ -260,6 +260,13 @@ def test_a_step_equals_the_plain_model(ranks, name, how):
     ranks.run(2, step, name, how)
 
 
+@pytest.mark.parametrize(
+    "name", ["a module called several times", "R015: two forwards, two backwards", "the root checkpoints its units"]
+)
+def test_a_step_between_two_hosts_with_two_ranks_and_one(ranks, name):
+    ranks.run(3, step, name, "two hosts")
+
+
 # Double backward.
 
 

@@ -233,6 +233,58 @@ def test_accumulated_gradients_are_the_sum(ranks, how, kind):
     ranks.run(2, accumulation, how, kind)
 
 
+# Methods of sharded modules.
+
+
+def methods(rank, world, how):
+    connect(CONNECTED[how], rank)
+    plain = net()
+    model = shard(copy.deepcopy(plain))
+    gradients = []
+    for r in range(world):
+        plain.zero_grad()
+        loss_of(plain, text(0, r)).backward()
+        gradients.append([p.grad for p in plain.parameters()])
+
+    parameters = list(model.parameters())
+
+    def check(factor):
+        for parameter in parameters:
+            parameter.grad = None
+        loss_of(model, text(0, rank)).backward()
+        for parameter, *each in zip(parameters, *gradients, strict=True):
+            assert torch.equal(whole(parameter.grad), sum(each[1:], each[0]) / factor)
+
+    check(world)
+    for reshard in (False, True):
+        model.set_reshard_after_forward(reshard)
+        check(world)
+        model.blocks[1].set_reshard_after_forward(not reshard)
+        check(world)
+        model.set_reshard_after_backward(reshard)
+        check(world)
+    for unit in (model, *model.blocks):
+        unit.set_gradient_divide_factor(1.0)
+    check(1)
+    for unit in (model, *model.blocks):
+        unit.set_gradient_divide_factor(world)
+    model.blocks[2].unshard()
+    check(world)
+    assert not isinstance(model.blocks[2].norm.weight, fs.ShardedTensor)
+    model.blocks[2].reshard()
+    check(world)
+    model.set_requires_gradient_sync(False, recurse=False)  # the root's are held, those of the blocks are not
+    model.zero_grad()
+    loss_of(model, text(0, rank)).backward()
+    assert model.norm.weight.grad is None
+    assert model.blocks[0].norm.weight.grad is not None
+
+
+@pytest.mark.parametrize("how", TWO_WAYS)
+def test_methods_of_sharded_modules(ranks, how):
+    ranks.run(2, methods, how)
+
+
 # Orders.
 
 

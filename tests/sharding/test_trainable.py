@@ -250,6 +250,33 @@ def test_units_that_some_ranks_use_are_refused_by_name_without_shared_memory(ran
         assert re.search(r"rank \d (did not come within 2 s|is gone); .* in (reduce|gather) of \w+", str(error))
 
 
+class LongBranches(nn.Module):
+    """Each of the two ways has more units than there are buffers for gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(9))
+
+    def forward(self, x, which):
+        for i, block in enumerate(self.blocks):
+            if i in (0, 8) or i % 2 == which:
+                x = block(x)
+        return x
+
+
+def long_branches(rank, world):
+    step = functools.partial(branch, which=by_rank)
+    check_steps(rank, world, LongBranches, step, "one host", steps=2, optimizer=adamw, timeout=2.0)
+
+
+def test_ranks_that_take_long_ways_apart_are_right_or_refused_by_name(ranks):
+    """R014: each holds buffers that the other would have to sum before it goes on."""
+    for result in ranks.run(2, long_branches, catch=True):
+        if result is not None:
+            assert isinstance(result, fs.RankError), result
+            assert re.search(r"did not come within 2 s; rank \d waited in reduce of blocks\.\d", str(result))
+
+
 def without_memory_cleared(rank, world, how, path):
     """R018"""
     torch.use_deterministic_algorithms(True)
