@@ -4,6 +4,8 @@ On one host the weights are there once, each rank's part a range of them: a gath
 range of its neighbours' gradients where they lie. What is left is order: nobody writes weights that another rank may
 still read, nobody reads gradients before they are complete, and nobody overwrites them before all have summed them.
 
+A rank alone, without a process group, may have its memory on any device.
+
 With several hosts, each has slots for whole weights, which its ranks fill together: every byte comes to a host once.
 Gradients go from each rank to the one that sums them.
 """
@@ -78,9 +80,13 @@ class Cpu(Comm):
         return full, full[stream.span.start : stream.span.stop]
 
     def whole(self, nbytes: int, device: torch.device) -> Tensor:
+        if self.size == 1:
+            return super().whole(nbytes, device)
         return self._host.segment(nbytes)[:nbytes]
 
     def gradients(self, nbytes: int, device: torch.device) -> tuple[list[Tensor], int]:
+        if self.size == 1:
+            return super().gradients(nbytes, device)
         return self._host.segments(nbytes), self._host.rank
 
     def begin(self, streams: Sequence[Stream]) -> None:

@@ -526,7 +526,8 @@ class Engine:
             unit.todo.clear()
             for stream in unit.streams:
                 stream.arrivals.clear()
-                stream.is_open, stream.unsynced, stream.loading, stream.epoch = False, None, None, -1
+                stream.is_open, stream.unsynced, stream.partial = False, None, None
+                stream.loading, stream.epoch = None, -1
                 if stream.weight_slot is not None:
                     stream.weight_slot.holder = None
         self.depth = 0

@@ -303,14 +303,16 @@ def _engine(
     ]
     for other in engines[1:]:
         engines[0].absorb(other)
-    engines[0].comm.timeout = timeout
+    for comm in (engines[0].comm, engines[0].replicas):
+        if comm is not None:
+            comm.timeout = timeout
     return engines[0]
 
 
 def _comm(mesh: Any, rows: tuple[tuple[int, ...], ...], me: int, device: torch.device) -> Comm:
     """How the ranks exchange bytes that a parameter is divided over."""
     ranks = next(row for row in rows if me in row)
-    if device.type != "cpu":
+    if device.type != "cpu" and dist.is_initialized():
         return Native(dist.group.WORLD if mesh is None else mesh.get_group(mesh.ndim - 1), DeviceQueue(device))
     return Cpu(ranks, ranks.index(me))
 

@@ -89,6 +89,7 @@ class Stream:
         self.sums: Tensor | None = None
         self._sums_of: list[ShardedTensor] = []
         self.partial: Tensor | None = None  # sums over this replica's ranks that other replicas have not seen
+        self.partly_used: Sequence[bool] = ()  # of which parameters
 
     @property
     def unit(self) -> Unit:
@@ -201,8 +202,11 @@ class Stream:
         if replicas is not None:
             fresh = self.partial is None
             if self.partial is None:
-                self.partial = torch.empty(self.span.length, dtype=torch.promote_types(self.dtype, torch.float32))
+                wide = torch.promote_types(self.dtype, torch.float32)
+                self.partial = torch.empty(self.span.length, dtype=wide, device=self.device)
+                self.partly_used = [False] * len(self.places)
             add_up(self.partial, parts, 1.0, fresh)
+            used = self.partly_used = [a or b for a, b in zip(self.partly_used, used, strict=True)]
             if not all_reduce:
                 return
             parts = [replicas.all_reduce(self.partial, f"all-reduce of {self.name}")]

@@ -444,8 +444,9 @@ class PartialNorm(torch.Tensor):
     parts: list[tuple[Owner | None, float, Tensor]]  # owner of a span, or None for a whole tensor; order; its norm
 
     @staticmethod
-    def of(parts: list[tuple[Owner | None, float, Tensor]]) -> PartialNorm:
-        made: PartialNorm = torch.stack([norm for _, _, norm in parts]).as_subclass(PartialNorm)
+    def of(parts: list[tuple[Owner | None, float, Tensor]], shape: Sequence[int]) -> PartialNorm:
+        norms = torch.stack([norm.as_subclass(Tensor).reshape(()) for _, _, norm in parts])
+        made: PartialNorm = norms.reshape(tuple(shape)).as_subclass(PartialNorm)
         made.parts = parts
         return made
 
@@ -462,12 +463,18 @@ class PartialNorm(torch.Tensor):
             parts: list[tuple[Owner | None, float, Tensor]] = []
             for norm in args[0]:
                 parts += norm.parts if isinstance(norm, PartialNorm) else [(None, 0.0, norm)]
-            return PartialNorm.of(parts)
+            return PartialNorm.of(parts, [len(parts)])
         if name in ("linalg_vector_norm", "vector_norm", "norm"):
             order = float(args[1] if len(args) > 1 else kwargs.get("ord", kwargs.get("p", 2.0)))
             if all(known in (order, 0.0) for _, known, _ in args[0].parts):
                 return combine(args[0].parts, order)
-        raise FlagstoneError(f"{name} cannot be done on norms of parts of tensors; flagstone.clip_grad_norm_ can")
+        whole = [a.resolved() if isinstance(a, PartialNorm) else a for a in args]
+        return func(*whole, **{k: v.resolved() if isinstance(v, PartialNorm) else v for k, v in kwargs.items()})
+
+    def resolved(self) -> Tensor:
+        """The norm of each tensor on its own. All ranks call it."""
+        norms = [norm if owner is None else combine([(owner, order, norm)], order) for owner, order, norm in self.parts]
+        return torch.stack([n.as_subclass(Tensor).reshape(()) for n in norms]).reshape(self.shape)
 
 
 def combine(parts: Iterable[tuple[Owner | None, float, Tensor]], order: float) -> Tensor:
@@ -507,7 +514,7 @@ def _norm(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
     part = local_norm(source, float(2.0 if order in (None, "fro") else order))
     if func.__name__ == "norm":
         return combine([part], part[1])
-    return PartialNorm.of([part])
+    return PartialNorm.of([part], [])
 
 
 def _foreach_norm(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -515,7 +522,7 @@ def _foreach_norm(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping
     norms: list[Tensor] = []
     for tensor in args[0]:
         if isinstance(tensor, ShardedTensor):
-            norms.append(PartialNorm.of([local_norm(tensor, order)]))
+            norms.append(PartialNorm.of([local_norm(tensor, order)], []))
         else:
             norms.append(torch.linalg.vector_norm(tensor, order))
     return norms
@@ -531,77 +538,82 @@ def _sum(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any
         return total / source.numel() if func.__name__ == "mean" else total
 
 
+def _any(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    if len(args) > 1 or kwargs:
+        return _refuse(func, args, kwargs)
+    place, local = args[0].placement, args[0].local.bool()
+    wanted = func.__name__ == "any"
+    found = (local if wanted else ~local).any().to(torch.int64)
+    return place.owner.total(found, f"{func.__name__} of {place.name}", maximum=True).bool() == wanted
+
+
+def _extreme(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    source = args[0]
+    if len(args) > 1 or kwargs or (source.requires_grad and torch.is_grad_enabled()):
+        return _refuse(func, args, kwargs)
+    place, sign = source.placement, 1 if func.__name__ in ("max", "amax") else -1
+    with torch.no_grad():
+        signed = source.local * sign
+        least = -torch.inf if signed.is_floating_point() else torch.iinfo(signed.dtype).min
+        here = signed.max() if signed.numel() else signed.new_full((), least)
+        return place.owner.total(here, f"{func.__name__} of {place.name}", maximum=True) * sign
+
+
+def _by(handler: _Handler, names: str) -> dict[str, _Handler]:
+    return dict.fromkeys(names.split(), handler)
+
+
 _POINTWISE = """
     abs acos add addcdiv addcmul and asin atan bitwise_and bitwise_not bitwise_or ceil clamp clamp_max clamp_min
-    clip copysign cos div divide eq erf erfinv exp expm1 floor fmod ge gt isfinite isinf isnan le lerp log log10
-    log1p log2 logical_and logical_not logical_or lt masked_fill maximum minimum mul multiply nan_to_num ne neg
-    negative pow reciprocal relu remainder round rsqrt sigmoid sign sin sqrt square sub subtract tan tanh
-    true_divide trunc where xlogy zero fill rsub __and__ __or__ __rsub__ __rdiv__ __rtruediv__ __rpow__ __ror__
-    __rmul__ __radd__ __eq__ __ne__ __pow__ __truediv__ __neg__ __invert__ float_power hypot
-""".split()
+    clip copysign cos div divide eq erf erfinv exp expm1 fill float_power floor fmod ge gt hypot isfinite isinf isnan
+    le lerp log log10 log1p log2 logical_and logical_not logical_or lt masked_fill maximum minimum mul multiply
+    nan_to_num ne neg negative pow reciprocal relu remainder round rsqrt rsub sigmoid sign sin sqrt square sub subtract
+    tan tanh true_divide trunc where xlogy zero
+"""
+_OPERATORS = """
+    __and__ __or__ __rsub__ __rdiv__ __rtruediv__ __rpow__ __ror__ __rmul__ __radd__ __eq__ __ne__ __pow__ __truediv__
+    __neg__ __invert__
+"""
+_LIKE = """
+    empty_like ones_like full_like clone contiguous to type float double half bfloat16 int long bool cpu cuda pin_memory
+    type_as
+"""
+_DRAWN = "normal_ uniform_ bernoulli_ exponential_ random_ log_normal_ cauchy_ geometric_ kaiming_uniform_ constant_"
+_PLAIN = """
+    is_floating_point is_complex is_contiguous is_pinned is_shared element_size data_ptr untyped_storage is_same_size
+    register_post_accumulate_grad_hook get_device is_inference is_conj is_neg is_signed storage_offset
+    _has_compatible_shallow_copy_type
+"""
+_PLAIN_PROPERTIES = """
+    dtype device layout is_leaf grad_fn _version is_sparse is_cpu is_cuda is_meta is_quantized is_mps is_xpu is_nested
+    _base itemsize _post_accumulate_grad_hooks _backward_hooks is_mkldnn is_sparse_csr is_xla is_mtia is_hpu is_ipu
+    is_maia
+"""
 _FUNCTIONS: dict[str, _Handler] = {
-    **dict.fromkeys(_POINTWISE, _pointwise),
-    **{f"{name}_": _pointwise_ for name in _POINTWISE if not name.startswith("_")},
-    **dict.fromkeys(
-        """
-    __iadd__ __isub__ __imul__ __idiv__ __itruediv__ __ipow__
-""".split(),
-        _pointwise_,
-    ),
+    **_by(_pointwise, _POINTWISE + _OPERATORS),
+    **{f"{name}_": _pointwise_ for name in _POINTWISE.split()},
+    **_by(_pointwise_, "__iadd__ __isub__ __imul__ __idiv__ __itruediv__ __ipow__"),
     **{name: _lists for name in dir(torch) if name.startswith(("_foreach_", "_fused_"))},
+    **_by(_like, _LIKE),
+    **_by(_alias, "detach alias"),
+    **_by(_reshaped, "view reshape view_as reshape_as flatten"),
+    **_by(_new, "new_empty new_zeros new_ones new_full new_tensor new"),
+    **_by(_drawn, _DRAWN),
+    **_by(_norm, "linalg_vector_norm vector_norm norm"),
+    **_by(_sum, "sum mean"),
+    **_by(_any, "any all"),
+    **_by(_extreme, "max amax min amin"),
+    **_by(_no_hook, "register_hook retain_grad"),
+    **_by(_as_is, _PLAIN),
     "_foreach_norm": _foreach_norm,
     "_amp_foreach_non_finite_check_and_unscale_": _unscaled,
-    "copy_": _copied,
     "__setitem__": _set_where,
-    "zeros_like": _zeros_like,
-    **dict.fromkeys(["linalg_vector_norm", "vector_norm", "norm"], _norm),
-    **dict.fromkeys(["sum", "mean"], _sum),
-    **dict.fromkeys(
-        """
-    empty_like ones_like full_like clone contiguous to type float double half bfloat16 cpu cuda
-    pin_memory type_as
-""".split(),
-        _like,
-    ),
-    **dict.fromkeys(["detach", "alias"], _alias),
-    **dict.fromkeys(
-        """
-    view reshape view_as reshape_as flatten
-""".split(),
-        _reshaped,
-    ),
-    **dict.fromkeys(
-        """
-    new_empty new_zeros new_ones new_full new_tensor new
-""".split(),
-        _new,
-    ),
-    **dict.fromkeys(
-        """
-    normal_ uniform_ bernoulli_ exponential_ random_ log_normal_ cauchy_ geometric_ kaiming_uniform_ constant_
-""".split(),
-        _drawn,
-    ),
+    "copy_": _copied,
     "requires_grad_": _flag,
-    **dict.fromkeys(["register_hook", "retain_grad"], _no_hook),
-    **dict.fromkeys(
-        """
-    is_floating_point is_complex is_contiguous is_pinned is_shared element_size data_ptr untyped_storage
-    is_same_size register_post_accumulate_grad_hook get_device is_inference is_conj is_neg is_signed
-    storage_offset _has_compatible_shallow_copy_type
-""".split(),
-        _as_is,
-    ),
+    "zeros_like": _zeros_like,
 }
 _PROPERTIES: dict[str, _Handler] = {
-    **dict.fromkeys(
-        """
-    dtype device layout is_leaf grad_fn _version is_sparse is_cpu is_cuda is_meta is_quantized is_mps is_xpu
-    is_nested _base itemsize _post_accumulate_grad_hooks _backward_hooks is_mkldnn is_sparse_csr is_xla is_mtia
-    is_hpu is_ipu is_maia
-""".split(),
-        _as_is,
-    ),
+    **_by(_as_is, _PLAIN_PROPERTIES),
     "requires_grad": lambda f, a, k: _flag(f, a, k) if f.__name__ == "__set__" else _as_is(f, a, k),
     "data": lambda f, a, k: _set_data(f, a, k) if f.__name__ == "__set__" else _alias(f, a, k),
     "grad": lambda f, a, k: _set_grad(f, a, k) if f.__name__ == "__set__" else _as_is(f, a, k),
