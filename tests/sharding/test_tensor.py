@@ -23,6 +23,7 @@ SAME = {
     "types": lambda p, q: p.to(torch.bfloat16).float() + torch.ones_like(p) - torch.zeros_like(q),
     "shapes": lambda p, q: p.reshape(-1).view_as(p) + q.flatten().view(p.shape),
     "setting": lambda p, q: _set(p.clone(), q),
+    "lists": lambda p, q: torch._foreach_lerp(torch._foreach_clone([p]), [q], 0.25)[0],
 }
 
 
@@ -77,6 +78,8 @@ REFUSED = {
     "a hook": lambda p: p.register_hook(print),
     "a pickle": pickle.dumps,
     "equality": lambda p: torch.equal(p, p),
+    "maxima of a list": lambda p: torch._foreach_max([p]),
+    "sums of powers of a list": lambda p: torch._foreach_powsum([p], 2),
 }
 
 

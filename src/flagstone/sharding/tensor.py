@@ -305,8 +305,8 @@ def _like(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
     with _plainly():
         result = func(*args, **kwargs)
     source: ShardedTensor = args[0]
-    if result is source:
-        return source
+    if result is source or not isinstance(result, Tensor):  # type() gives a name
+        return result
     placement = source.placement.of_value()
     if func.__name__ == "empty_like":
         placement = placement.reshaped(source.shape)
@@ -335,7 +335,7 @@ def _reshaped(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
     source, *rest = args
     if func.__name__ in ("view_as", "reshape_as"):
         shape = rest[0].shape
-    elif func.__name__ == "flatten" or (func.__name__ == "ravel"):
+    elif func.__name__ == "flatten":
         if rest or kwargs:
             return _refuse(func, args, kwargs)
         shape = torch.Size([source.numel()])
@@ -431,7 +431,7 @@ def _unscaled(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
     with _plainly():
         func(*args, **kwargs)
     gradients, found = args[0], args[1]
-    for owner in {t.placement.owner for t in _sharded(gradients)}:
+    for owner in dict.fromkeys(t.placement.owner for t in _sharded(gradients)):  # in the same order on all ranks
         found.copy_(owner.total(found, "unscale", maximum=True))
 
 
@@ -565,10 +565,10 @@ def _by(handler: _Handler, names: str) -> dict[str, _Handler]:
 
 _POINTWISE = """
     abs acos add addcdiv addcmul and asin atan bitwise_and bitwise_not bitwise_or ceil clamp clamp_max clamp_min
-    clip copysign cos div divide eq erf erfinv exp expm1 fill float_power floor fmod ge gt hypot isfinite isinf isnan
-    le lerp log log10 log1p log2 logical_and logical_not logical_or lt masked_fill maximum minimum mul multiply
-    nan_to_num ne neg negative pow reciprocal relu remainder round rsqrt rsub sigmoid sign sin sqrt square sub subtract
-    tan tanh true_divide trunc where xlogy zero
+    clip copysign cos cosh div divide eq erf erfc erfinv exp expm1 fill float_power floor fmod frac ge gt hypot isfinite
+    isinf isnan le lerp lgamma log log10 log1p log2 logical_and logical_not logical_or lt masked_fill maximum minimum
+    mul multiply nan_to_num ne neg negative pow reciprocal relu remainder round rsqrt rsub sigmoid sign sin sinh sqrt
+    square sub subtract tan tanh true_divide trunc where xlogy zero
 """
 _OPERATORS = """
     __and__ __or__ __rsub__ __rdiv__ __rtruediv__ __rpow__ __ror__ __rmul__ __radd__ __eq__ __ne__ __pow__ __truediv__
@@ -593,7 +593,8 @@ _FUNCTIONS: dict[str, _Handler] = {
     **_by(_pointwise, _POINTWISE + _OPERATORS),
     **{f"{name}_": _pointwise_ for name in _POINTWISE.split()},
     **_by(_pointwise_, "__iadd__ __isub__ __imul__ __idiv__ __itruediv__ __ipow__"),
-    **{name: _lists for name in dir(torch) if name.startswith(("_foreach_", "_fused_"))},
+    **{f"_foreach_{name}{end}": _lists for name in (_POINTWISE + "clone copy").split() for end in ("", "_")},
+    **_by(_lists, "_fused_adagrad_ _fused_adam_ _fused_adamw_ _fused_sgd_"),
     **_by(_like, _LIKE),
     **_by(_alias, "detach alias"),
     **_by(_reshaped, "view reshape view_as reshape_as flatten"),
